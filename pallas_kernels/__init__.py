@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of the Mamba family as plain JAX functions: arrays in, arrays out.
+
+Each operation is a folder: `api.py` (the function), `reference.py` (its definition, token by
+token), `xla.py` (any device), `mosaic_*.py` and `triton.py` (GPU kernels) where they exist.
+"""
+
+from pallas_kernels.dispatch import explain
+
+__all__ = ["explain"]

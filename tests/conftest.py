@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of every test: full matmul precision, ranks promoted only on purpose, one seed."""
+
+import jax
+import pytest
+
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def key():
+    """A fixed random key."""
+    return jax.random.key(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Skips GPU tests, with the reason, where there is no CUDA GPU."""
+    if jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA GPU; this process runs on {jax.default_backend()}")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
