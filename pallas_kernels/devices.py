@@ -71,7 +71,8 @@ def target_device() -> Device:
         default = jax.devices(default)[0]
     concrete = default or jax.devices()[0]
     if abstract is not None and abstract.device_kind != concrete.device_kind:
-        concrete = next((d for d in jax.devices() if d.device_kind == abstract.device_kind), concrete)
+        same_kind = (d for d in jax.devices() if d.device_kind == abstract.device_kind)
+        concrete = next(same_kind, concrete)
     return describe(concrete)
 
 

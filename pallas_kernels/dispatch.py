@@ -91,9 +91,7 @@ def run(operation: Operation, arguments: dict[str, Any], implementation: str | N
         return _module(operation, decision.chosen).run(**arguments)
 
 
-def decide(
-    operation: Operation, arguments: dict[str, Any], implementation: str | None
-) -> Decision:
+def decide(operation: Operation, arguments: dict[str, Any], implementation: str | None) -> Decision:
     """Returns the choice `run` would make; see there for the errors."""
     names = list(operation.implementations)
     if implementation is not None and implementation not in names:

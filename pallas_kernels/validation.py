@@ -66,7 +66,8 @@ def check_groups(op: str, count_name: str, count: int, groups: int) -> None:
     """Raises ValueError unless `groups` divides the heads or channels that share its B and C."""
     if groups < 1 or count % groups:
         raise ValueError(
-            f"{op}: the number of groups g of B and C must divide {count_name}={count}; got g={groups}"
+            f"{op}: the number of groups g of B and C must divide {count_name}={count}; "
+            f"got g={groups}"
         )
 
 

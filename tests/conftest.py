@@ -18,7 +18,9 @@ def pytest_collection_modifyitems(items):
     """Skips GPU tests, with the reason, where there is no CUDA GPU."""
     if jax.default_backend() == "gpu":
         return
-    skip = pytest.mark.skip(reason=f"needs a CUDA GPU; this process runs on {jax.default_backend()}")
+    skip = pytest.mark.skip(
+        reason=f"needs a CUDA GPU; this process runs on {jax.default_backend()}"
+    )
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
