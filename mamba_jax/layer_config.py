@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer is: the options of each mixer and of attention, as frozen dataclasses.
 
-Imports nothing of ours; `config.py` builds a model's config from these. Derived sizes are properties; every wrong value raises ValueError naming
-the field, what was wanted and what came. Field names and defaults are those of mamba_ssm, so that
-its `config.json` files load unchanged.
+Imports nothing of ours; `config.py` builds a model's config from these. Field names and defaults
+are those of mamba_ssm. Derived sizes are properties; every wrong value raises ValueError naming the
+field, what was wanted and what came.
 """
 
 import dataclasses

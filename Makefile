@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make the virtual
+# environment .venv and install what they need.
+
+PYTHON ?= python3
+LAYER ?= Mamba2
+BIN := .venv/bin
+
+.PHONY: demo test lint kernels-check notebooks clean
+
+demo: .venv/demo-installed
+	$(BIN)/python -m train demo --layer $(LAYER)
+
+test: .venv/test-installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/demo-installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
+	touch $@
+
+.venv/test-installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 12) else \
+	f"mamba_jax needs Python >= 3.12; {sys.executable} is {v[0]}.{v[1]} (set PYTHON=...)")'
+	$(PYTHON) -m venv .venv
+
+clean:
+	rm -rf .venv build dist *.egg-info
