@@ -56,10 +56,9 @@ class Block(nnx.Module):
         else:
             options = dataclasses.asdict(config.mixer)
             self.mixer = _MIXERS[kind](rngs=rngs, implementation=implementation, **types, **options)
-        self.norm2 = self.mlp = None
-        if config.d_intermediate:
-            self.norm2 = AddNorm(config.d_model, **norm)
-            self.mlp = GatedMLP(config.d_model, config.d_intermediate, rngs=rngs, **types)
+        width = config.d_intermediate
+        self.norm2 = AddNorm(config.d_model, **norm) if width else None
+        self.mlp = GatedMLP(config.d_model, width, rngs=rngs, **types) if width else None
         _scale_for_depth(self, config.n_layer)
 
     def __call__(

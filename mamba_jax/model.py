@@ -95,9 +95,10 @@ class MambaLMHeadModel(nnx.Module):
             eps=config.norm_eps,
             param_dtype=param_dtype,
         )
-        self.lm_head = None
-        if not config.tie_embeddings:
-            self.lm_head = Linear(
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else Linear(
                 config.d_model,
                 config.padded_vocab_size,
                 ("embed", "vocab"),
@@ -106,6 +107,7 @@ class MambaLMHeadModel(nnx.Module):
                 dtype=self.dtype,
                 param_dtype=param_dtype,
             )
+        )
 
     def __call__(
         self,
@@ -252,7 +254,7 @@ def _stack(make_block, count: int, rngs: nnx.Rngs) -> Block:
         return make_block(rngs=block_rngs)
 
     stacked = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    return stacked(rngs.split(count) if hasattr(rngs, "split") else rngs.fork(split=count))
+    return stacked(rngs.split(count))
 
 
 def _last_real(hidden: Float[Array, "b t d"], seq_idx: Int[Array, "b t"] | None) -> Array:

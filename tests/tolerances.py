@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tolerance of the test suite, and the two measures of error. They are never widened to pass."""
+"""Every tolerance of the test suite and the two measures of error; never widened to pass."""
 
 import numpy as np
 

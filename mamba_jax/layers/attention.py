@@ -61,9 +61,8 @@ class MHA(nnx.Module):
         mlp = {"mlp_up": (config.d_mlp, "mlp"), "mlp_gate": (config.d_mlp, "mlp")}
         pieces = qkv | mlp if config.d_mlp else qkv
         self.in_proj = SplitLinear(config.d_model, pieces, bias=config.qkv_proj_bias, **options)
-        self.conv1d = None
-        if config.d_conv:
-            self.conv1d = SplitCausalConv1d(
+        self.conv1d = (
+            SplitCausalConv1d(
                 qkv,
                 config.d_conv,
                 bias=True,
@@ -72,6 +71,9 @@ class MHA(nnx.Module):
                 param_dtype=param_dtype,
                 implementation=implementation,
             )
+            if config.d_conv
+            else None
+        )
         self.out_proj = Linear(
             config.num_heads * config.headdim,
             config.d_model,
@@ -79,11 +81,11 @@ class MHA(nnx.Module):
             bias=config.out_proj_bias,
             **options,
         )
-        self.out_proj_mlp = None
-        if config.d_mlp:
-            self.out_proj_mlp = Linear(
-                config.d_mlp, config.d_model, ("mlp", "embed"), bias=False, **options
-            )
+        self.out_proj_mlp = (
+            Linear(config.d_mlp, config.d_model, ("mlp", "embed"), bias=False, **options)
+            if config.d_mlp
+            else None
+        )
 
     def init_cache(
         self, batch: int, max_length: int, dtype: jnp.dtype = jnp.float32

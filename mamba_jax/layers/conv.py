@@ -41,10 +41,11 @@ class CausalConv1d(nnx.Module):
         default = fan_in_uniform(width)
         weight = (weight_init or default)(rngs.params(), (channels, width), param_dtype)
         self.weight = parameter(weight, (axis, "conv"), weight_decay=True)
-        self.bias = None
-        if bias:
-            value = default(rngs.params(), (channels,), param_dtype)
-            self.bias = parameter(value, (axis,), weight_decay=False)
+        self.bias = (
+            parameter(default(rngs.params(), (channels,), param_dtype), (axis,), weight_decay=False)
+            if bias
+            else None
+        )
         self.activation = activation
         self.implementation = implementation
 

@@ -44,10 +44,14 @@ class Linear(nnx.Module):
         default = fan_in_uniform(in_features)
         kernel = (kernel_init or default)(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = parameter(kernel, axes, weight_decay=True)
-        self.bias = None
-        if bias:
-            value = (bias_init or default)(rngs.params(), (out_features,), param_dtype)
-            self.bias = parameter(value, axes[1:], weight_decay=False)
+        draw_bias = bias_init or default
+        self.bias = (
+            parameter(
+                draw_bias(rngs.params(), (out_features,), param_dtype), axes[1:], weight_decay=False
+            )
+            if bias
+            else None
+        )
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:

@@ -72,10 +72,8 @@ class AddNorm(nnx.Module):
         param_dtype: jnp.dtype = jnp.float32,
     ):
         self.weight = parameter(jnp.ones((features,), param_dtype), ("embed",), weight_decay=False)
-        self.bias = None
-        if not rms_norm:
-            zeros = jnp.zeros((features,), param_dtype)
-            self.bias = parameter(zeros, ("embed",), weight_decay=False)
+        zeros = jnp.zeros((features,), param_dtype)
+        self.bias = None if rms_norm else parameter(zeros, ("embed",), weight_decay=False)
         self.rms_norm = rms_norm
         self.eps = eps
 

@@ -78,23 +78,27 @@ class Mamba2(nnx.Module):
             weight_init=None if config.conv_init is None else uniform(config.conv_init),
             implementation=implementation,
         )
-        self.norm = None
-        if config.rmsnorm:
-            self.norm = RMSNorm(
+        self.norm = (
+            RMSNorm(
                 config.d_ssm_inner,
                 "inner",
                 group_size=config.d_ssm_inner // config.ngroups,
                 norm_before_gate=config.norm_before_gate,
                 param_dtype=param_dtype,
             )
+            if config.rmsnorm
+            else None
+        )
         # Both parts of the original's out_proj start from the width of the whole.
         out = {"kernel_init": fan_in_uniform(config.d_inner), "rngs": rngs, **types}
         self.out_proj = Linear(
             config.d_ssm_inner, d_model, ("inner", "embed"), bias=config.bias, **out
         )
-        self.out_proj_mlp = None
-        if config.d_mlp:
-            self.out_proj_mlp = Linear(config.d_mlp, d_model, ("inner", "embed"), bias=False, **out)
+        self.out_proj_mlp = (
+            Linear(config.d_mlp, d_model, ("inner", "embed"), bias=False, **out)
+            if config.d_mlp
+            else None
+        )
 
     def _create_per_head(self, config: Mamba2Config, rngs: nnx.Rngs) -> None:
         """Creates A_log, D and dt_bias: fp32 whatever the dtype of the weights, no decay."""

@@ -69,11 +69,11 @@ class Mamba3(nnx.Module):
         self.in_proj = SplitLinear(d_model, pieces, bias=False, rngs=rngs, **types)
         self.B_norm = RMSNorm(config.d_state, "state", param_dtype=param_dtype)
         self.C_norm = RMSNorm(config.d_state, "state", param_dtype=param_dtype)
-        self.norm = None
-        if config.is_outproj_norm:
-            self.norm = RMSNorm(
-                config.d_inner, "inner", group_size=config.headdim, param_dtype=param_dtype
-            )
+        self.norm = (
+            RMSNorm(config.d_inner, "inner", group_size=config.headdim, param_dtype=param_dtype)
+            if config.is_outproj_norm
+            else None
+        )
         self.out_proj = Linear(
             config.d_inner, d_model, ("inner", "embed"), bias=False, rngs=rngs, **types
         )
@@ -89,13 +89,11 @@ class Mamba3(nnx.Module):
         self.B_bias = parameter(bias, state_axes, weight_decay=False)
         self.C_bias = parameter(bias, state_axes, weight_decay=False)
         self.D = parameter(jnp.ones((heads,), jnp.float32), ("heads",), weight_decay=False)
-        self.mimo_x = self.mimo_z = self.mimo_o = None
-        if config.is_mimo:
-            ones = jnp.ones((heads, rank, config.headdim), jnp.float32)
-            axes = ("heads", None, "headdim")
-            self.mimo_x = parameter(ones / rank, axes, weight_decay=True)
-            self.mimo_z = parameter(ones, axes, weight_decay=True)
-            self.mimo_o = parameter(ones / rank, axes, weight_decay=True)
+        ones = jnp.ones((heads, rank, config.headdim), jnp.float32)
+        starts = {"mimo_x": ones / rank, "mimo_z": ones, "mimo_o": ones / rank}
+        for name, value in starts.items():
+            mimo = parameter(value, ("heads", None, "headdim"), weight_decay=True)
+            setattr(self, name, mimo if config.is_mimo else None)
 
     def init_cache(self, batch: int, dtype: jnp.dtype = jnp.float32) -> Mamba3State:
         """Returns the cache of a mixer that has seen nothing."""
