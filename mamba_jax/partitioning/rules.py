@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mesh axis shards which array axis: one table for parameters, one for activations.
+
+Modules name their array axes by meaning (`parameters.py`); this file alone turns names into mesh
+axes. Without a mesh nothing here does anything.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mamba_jax.array_types import Array
+from mamba_jax.config import MambaConfig
+
+# Logical name → mesh axes. Names that are not listed are replicated.
+PARAMETERS: dict[str, str | tuple[str, ...]] = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "inner": "tensor",
+    "heads": "tensor",
+    "groups": "tensor",
+    "mlp": "tensor",
+}
+ACTIVATIONS: dict[str, str | tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "time": "sequence",
+    "inner": "tensor",
+    "heads": "tensor",
+    "groups": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+
+
+def ambient_mesh() -> jax.sharding.AbstractMesh | None:
+    """The mesh set by `jax.set_mesh`, or None without one or inside a `shard_map` over it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or "tensor" not in mesh.axis_names:
+        return None
+    return mesh
+
+
+def axis_size(mesh: Any, axes: str | tuple[str, ...] | None) -> int:
+    """Number of devices along a mesh axis, or along several together; 1 for None."""
+    if axes is None:
+        return 1
+    size = 1
+    for name in (axes,) if isinstance(axes, str) else axes:
+        size *= mesh.shape[name]
+    return size
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Asks for `x` to be laid out as its axes' logical names say; the identity without a mesh."""
+    mesh = ambient_mesh()
+    if mesh is None:
+        return x
+    spec = PartitionSpec(*(ACTIVATIONS.get(name) if name else None for name in names))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def check_divisible(config: MambaConfig, mesh: Any) -> None:
+    """Raises ValueError, with the numbers, where the mesh does not divide the model evenly."""
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    mixer, attention = config.mixer, config.attention
+    sizes = {"padded vocabulary": config.padded_vocab_size}
+    if config.mixer_kind == "Mamba1":
+        sizes["d_inner"] = mixer.d_inner
+    elif config.mixer_kind in {kind for kind, _, _ in config.runs}:
+        sizes["number of heads"] = mixer.nheads
+    if attention is not None:
+        sizes["num_heads of attention"] = attention.num_heads
+    for name, size in sizes.items():
+        if size % tensor:
+            raise ValueError(f"the tensor axis must divide the {name} {size}; got tensor={tensor}")
+    if config.d_model % fsdp:
+        raise ValueError(f"the fsdp axis must divide d_model={config.d_model}; got fsdp={fsdp}")
+    groups = getattr(mixer, "ngroups", 1)
+    if groups % tensor and tensor % groups:
+        raise ValueError(
+            f"ngroups and the tensor axis must divide one another; got ngroups={groups}, "
+            f"tensor={tensor}"
+        )
+
+
+def parameter_shardings(model: nnx.Module, mesh: Mesh, config: MambaConfig) -> nnx.State:
+    """Returns the `NamedSharding` of every parameter, as a state with the model's structure."""
+    check_divisible(config, mesh)
+    table = dict(PARAMETERS)
+    if getattr(config.mixer, "ngroups", 1) % mesh.shape["tensor"]:
+        # Fewer groups than devices: B and C are needed whole on each.
+        del table["groups"]
+
+    def sharding(param: nnx.Param) -> NamedSharding:
+        names: Sequence[str | None] = param.get_metadata("out_sharding") or ()
+        return NamedSharding(mesh, _spec(names, param.shape, table, mesh))
+
+    return jax.tree.map(
+        sharding, nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+
+
+def shard_model(model: nnx.Module, mesh: Mesh) -> nnx.Module:
+    """Places a language model's parameters on a mesh.
+
+    Args:
+      model: A `MambaLMHeadModel`.
+      mesh: From `make_mesh`.
+
+    Returns:
+      The model with the same values, each parameter laid out by the table in this file.
+
+    Raises:
+      ValueError: the mesh does not divide the heads, channels, vocabulary or width evenly.
+    """
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    shardings = parameter_shardings(model, mesh, model.config)
+    values = jax.device_put(nnx.to_pure_dict(state), nnx.to_pure_dict(shardings))
+    nnx.replace_by_pure_dict(state, values)
+    return nnx.merge(graph, state, rest)
+
+
+def sharded_init(make_model: Callable[[], nnx.Module], mesh: Mesh) -> nnx.Module:
+    """Builds a model directly on the mesh: no device, and not the host, ever holds it whole.
+
+    Args:
+      make_model: Builds the model, e.g. `lambda: MambaLMHeadModel(config, rngs=nnx.Rngs(0))`.
+      mesh: From `make_mesh`.
+
+    Returns:
+      The model; the same values as built on one device.
+    """
+    abstract = nnx.eval_shape(make_model)
+    shardings = parameter_shardings(abstract, mesh, abstract.config)
+    graph, _, rest = nnx.split(abstract, nnx.Param, ...)
+
+    def create() -> dict:
+        return nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
+
+    values = jax.jit(create, out_shardings=nnx.to_pure_dict(shardings))()
+    state = nnx.state(abstract, nnx.Param)
+    nnx.replace_by_pure_dict(state, values)
+    return nnx.merge(graph, state, rest)
+
+
+def _spec(
+    names: Sequence[str | None], shape: tuple[int, ...], table: dict[str, Any], mesh: Mesh
+) -> PartitionSpec:
+    axes = []
+    for name, size in zip(names, shape, strict=True):
+        axis = table.get(name) if name else None
+        # A small axis that the mesh does not divide (a low rank, say) stays whole.
+        axes.append(axis if axis and size % axis_size(mesh, axis) == 0 else None)
+    return PartitionSpec(*axes)
+
+
+def addressable_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays (the fullest device's share)."""
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            size = int(jnp.size(shard.data)) * leaf.dtype.itemsize
+            held[shard.device] = held.get(shard.device, 0) + size
+    return max(held.values(), default=0)
