@@ -6,7 +6,8 @@ token), `xla.py` (any device), `mosaic_*.py` and `triton.py` (GPU kernels) where
 """
 
 from pallas_kernels.dispatch import explain
+from pallas_kernels.packing import seq_idx_from_cu_seqlens
 from pallas_kernels.selective_scan.api import selective_scan
 from pallas_kernels.selective_state_update.api import selective_state_update
 
-__all__ = ["explain", "selective_scan", "selective_state_update"]
+__all__ = ["explain", "selective_scan", "selective_state_update", "seq_idx_from_cu_seqlens"]

@@ -135,9 +135,7 @@ def resolve(seq_idx: Int[Array, "b t"]) -> Packing:
     )
 
 
-def last_tokens(
-    seq_idx: Int[Array, "b t"], num_documents: int
-) -> Int[Array, "b s"]:
+def last_tokens(seq_idx: Int[Array, "b t"], num_documents: int) -> Int[Array, "b s"]:
     """Returns the index of the last token of each document id 0 ... s-1; -1 where it is absent."""
     b, t = seq_idx.shape
     row = jnp.arange(b)[:, None]

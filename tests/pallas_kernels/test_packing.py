@@ -99,7 +99,12 @@ def test_cu_seqlens_of_several_rows_under_jit():
         ([0, 2], 2, TypeError, "cu_seqlens must be an array"),
         (np.array([0.0, 2.0]), 2, TypeError, "cu_seqlens must have an integer dtype"),
         (np.array([0]), 2, ValueError, "at least 2 entries"),
-        (np.zeros((1, 1, 2), int), 2, ValueError, r"cu_seqlens must have shape \(s\+1 or b, s\+1\)"),
+        (
+            np.zeros((1, 1, 2), int),
+            2,
+            ValueError,
+            r"cu_seqlens must have shape \(s\+1 or b, s\+1\)",
+        ),
         (np.array([0, 3, 2]), 3, ValueError, "cu_seqlens must not decrease; got"),
         (np.array([0, 2]), 0, ValueError, "length must be at least 1; got 0"),
         (np.array([0, 2]), 2.0, TypeError, "length must be an int; got 2.0"),
