@@ -180,6 +180,12 @@ class MambaLMHeadModel(nnx.Module):
             return self.lm_head(hidden)
         return hidden @ self.embedding.weight[...].astype(hidden.dtype).T
 
+    def head_kernel(self) -> Float[Array, "d v"]:
+        """Returns the head's weights as stored: what a loss that makes its own logits needs."""
+        if self.lm_head is not None:
+            return self.lm_head.kernel[...]
+        return self.embedding.weight[...].T
+
     def init_cache(
         self,
         batch: int,
