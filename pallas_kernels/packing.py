@@ -108,7 +108,7 @@ class Packing(NamedTuple):
 
 
 def resolve(seq_idx: Int[Array, "b t"]) -> Packing:
-    """Derives from `seq_idx` what ops need; compute it once per call, unused fields cost nothing."""
+    """Derives from `seq_idx` what ops need; what is not used costs nothing under jit."""
     b, t = seq_idx.shape
     seq_idx = seq_idx.astype(jnp.int32)
     is_real = seq_idx >= 0
