@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train step: a pure function of a plain dict of arrays and a batch, for `jax.jit`.
+
+State (all arrays; masters and moments fp32):
+  params        nested dict with the model's parameter names
+  optimizer     optax's state
+  step          () int32, batches consumed
+  skipped       () int32, of those, steps not taken because loss or gradient was not finite
+  bad_in_a_row  () int32, such steps since the last good one
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mamba_jax.array_types import Array
+from mamba_jax.model import MambaLMHeadModel
+from train.config import TrainConfig
+from train.loss import next_token_nats
+from train.optimizer import decay_mask, make_optimizer, make_schedule
+
+State = dict[str, Any]
+
+
+def make_model(config: TrainConfig, key: Array) -> MambaLMHeadModel:
+    """Builds the model of a run, its weights drawn from `key`."""
+    return MambaLMHeadModel(
+        config.model,
+        rngs=nnx.Rngs(params=key),
+        dtype=jnp.dtype(config.compute_dtype),
+        implementation=config.implementation,
+        remat=config.remat,
+        unroll=config.unroll,
+    )
+
+
+def abstract_model(config: TrainConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters' shapes, without drawing them."""
+    model = nnx.eval_shape(lambda: make_model(config, jax.random.key(0)))
+    return nnx.split(model)
+
+
+def init_state(config: TrainConfig) -> State:
+    """Draws the weights from `config.seed` and starts the optimizer, in one compiled call."""
+    optimizer = _optimizer(config)
+
+    def init(key):
+        params = nnx.to_pure_dict(nnx.state(make_model(config, key)))
+        zero = jnp.zeros((), jnp.int32)
+        counts = {"step": zero, "skipped": zero, "bad_in_a_row": zero}
+        return {"params": params, "optimizer": optimizer.init(params), **counts}
+
+    return jax.jit(init)(jax.random.key(config.seed))
+
+
+def make_train_step(config: TrainConfig) -> Callable[[State, dict], tuple[State, dict]]:
+    """Returns the compiled step: (state, batch) -> (state, metrics). The old state is donated.
+
+    Metrics, all fp32 or int32 scalars: loss (nats per token), tokens, grad_norm (before clipping),
+    learning_rate, skipped and bad_in_a_row.
+    """
+    optimizer = _optimizer(config)
+    schedule = make_schedule(config.optimizer, config.steps)
+    merge = _merge(config)
+
+    def nats(params, batch):
+        return _batch_nats(merge(params), batch, config.loss_chunk)
+
+    def train_step(state: State, batch: dict) -> tuple[State, dict]:
+        params, old = state["params"], state["optimizer"]
+        total, grads, tokens = _accumulate(nats, params, batch, config.optimizer.accumulate)
+        weight = 1 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda grad: grad * weight, grads)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(total) & jnp.isfinite(norm)
+        scale = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
+        updates, new = optimizer.update(jax.tree.map(lambda g: g * scale, grads), old, params)
+        new_params = optax.apply_updates(params, updates)
+
+        def keep(new, old):
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        bad = (~finite).astype(jnp.int32)
+        taken = state["step"] - state["skipped"]
+        state = {
+            "params": keep(new_params, params),
+            "optimizer": keep(new, old),
+            "step": state["step"] + 1,
+            "skipped": state["skipped"] + bad,
+            "bad_in_a_row": (state["bad_in_a_row"] + 1) * bad,
+        }
+        metrics = {
+            "loss": total * weight,
+            "tokens": tokens,
+            "grad_norm": norm,
+            "learning_rate": schedule(taken),
+            "skipped": state["skipped"],
+            "bad_in_a_row": state["bad_in_a_row"],
+        }
+        return state, metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_evaluate_step(config: TrainConfig) -> Callable[[dict, dict], Array]:
+    """Returns the compiled (params, batch) -> -log p of each target, (b,) sums in nats."""
+    merge = _merge(config)
+
+    def evaluate_step(params: dict, batch: dict) -> Array:
+        return _batch_nats(merge(params), batch, config.loss_chunk)
+
+    return jax.jit(evaluate_step)
+
+
+def model_with(config: TrainConfig, params: dict) -> MambaLMHeadModel:
+    """The model with the parameters of a state."""
+    return _merge(config)(params)
+
+
+def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    _, params = abstract_model(config)
+    return make_optimizer(config.optimizer, config.steps, decay_mask(params))
+
+
+def _merge(config: TrainConfig) -> Callable[[dict], MambaLMHeadModel]:
+    graph, abstract = abstract_model(config)
+
+    def merge(params: dict) -> MambaLMHeadModel:
+        variables = jax.tree.map(lambda leaf: leaf, abstract)
+        nnx.replace_by_pure_dict(variables, params)
+        return nnx.merge(graph, variables)
+
+    return merge
+
+
+def _batch_nats(model: MambaLMHeadModel, batch: dict, chunk: int) -> Array:
+    hidden, _ = model.hidden_states(batch["tokens"], seq_idx=batch["seq_idx"])
+    return next_token_nats(hidden, model.head_kernel(), batch["targets"], batch["loss_mask"], chunk)
+
+
+def _accumulate(nats, params: dict, batch: dict, parts: int) -> tuple[Array, dict, Array]:
+    """Sums the loss, its gradient (fp32) and the real tokens over `parts` pieces of a batch."""
+    tokens = jnp.sum(batch["loss_mask"], dtype=jnp.int32)
+    gradient = jax.value_and_grad(nats)
+    if parts == 1:
+        total, grads = gradient(params, batch)
+        return total, grads, tokens
+
+    def body(carry, part):
+        return jax.tree.map(jnp.add, carry, gradient(params, part)), None
+
+    # Row i goes to part i % parts, so that a batch sharded by rows stays sharded.
+    split = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, parts, *a.shape[1:]), 1, 0), batch)
+    start = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+    (total, grads), _ = jax.lax.scan(body, start, split)
+    return total, grads, tokens
