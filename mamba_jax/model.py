@@ -14,34 +14,10 @@ from mamba_jax.array_types import Array, Float, Int
 from mamba_jax.block import Block
 from mamba_jax.cache import LayerCache, ModelCache, init_cache
 from mamba_jax.config import MambaConfig
+from mamba_jax.layers.embedding import VocabParallelEmbedding
 from mamba_jax.layers.linear import Linear
 from mamba_jax.layers.norms import AddNorm
-from mamba_jax.parameters import parameter
-
-_EMBEDDING_STD = 0.02
-
-
-class Embedding(nnx.Module):
-    """Token embedding, drawn from N(0, 0.02²); the head shares it when embeddings are tied.
-
-    Args:
-      vocab: Rows v.
-      features: Columns d.
-      rngs, param_dtype: As for Linear.
-    """
-
-    def __init__(
-        self, vocab: int, features: int, *, rngs: nnx.Rngs, param_dtype: jnp.dtype = jnp.float32
-    ):
-        draw = jax.random.normal(rngs.params(), (vocab, features), param_dtype)
-        self.weight = parameter(draw * _EMBEDDING_STD, ("vocab", "embed"), weight_decay=True)
-
-    def __call__(self, ids: Int[Array, "b t"], dtype: jnp.dtype) -> Float[Array, "b t d"]:
-        """Looks tokens up; an id outside the vocabulary gives NaN, never another token's row."""
-        weight = self.weight[...]
-        # A negative index would count from the end; send it beyond the end instead.
-        ids = jnp.where(ids < 0, weight.shape[0], ids)
-        return weight.at[ids].get(mode="fill", fill_value=jnp.nan).astype(dtype)
+from mamba_jax.partitioning.tensor_parallel import column_parallel
 
 
 class MambaLMHeadModel(nnx.Module):
@@ -76,7 +52,7 @@ class MambaLMHeadModel(nnx.Module):
         self.dtype = jnp.dtype(dtype or param_dtype)
         self.remat = remat
         self.unroll = unroll
-        self.embedding = Embedding(
+        self.embedding = VocabParallelEmbedding(
             config.padded_vocab_size, config.d_model, rngs=rngs, param_dtype=param_dtype
         )
         block = partial(
@@ -178,7 +154,8 @@ class MambaLMHeadModel(nnx.Module):
         """Maps final hidden states to logits over the padded vocabulary, in the compute dtype."""
         if self.lm_head is not None:
             return self.lm_head(hidden)
-        return hidden @ self.embedding.weight[...].astype(hidden.dtype).T
+        kernel = self.embedding.weight[...].astype(hidden.dtype).T
+        return column_parallel(hidden, {"logits": kernel}, {"logits": "vocab"})["logits"]
 
     def head_kernel(self) -> Float[Array, "d v"]:
         """Returns the head's weights as stored: what a loss that makes its own logits needs."""

@@ -2,7 +2,8 @@
 """How a parameter is made: its value, the logical names of its axes, and whether it decays.
 
 Logical names (translated to mesh axes by `partitioning/rules.py`): embed, inner, heads, headdim,
-groups, state, conv, rank, mlp, vocab, layers. The initial distributions are those of mamba_ssm.
+groups, state, conv, mlp, vocab, layers; "groups:2" is an axis of 2 groups that must not be cut
+inside one. The initial distributions are those of mamba_ssm.
 """
 
 import math

@@ -57,7 +57,9 @@ def test_imports_run_one_way(path):
         assert not (package == "pallas_kernels" and root == "flax"), "flax under pallas_kernels"
         assert not module.startswith("jax._src"), f"{relative(path)} imports {module}"
         if package == "mamba_jax" and root == "pallas_kernels":
-            assert relative(path) == "mamba_jax/partitioning/sharded_ops.py", relative(path)
+            # sequence.py is the part of sharded_ops.py that cuts time.
+            assert path.parent.name == "partitioning", relative(path)
+            assert path.name in ("sharded_ops.py", "sequence.py"), relative(path)
     if "shard_map" in path.read_text(encoding="utf-8"):
         assert "partitioning" in path.parts or package == "pallas_kernels", relative(path)
 

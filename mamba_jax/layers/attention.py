@@ -17,6 +17,7 @@ from mamba_jax.config import AttentionConfig
 from mamba_jax.layers.conv import SplitCausalConv1d
 from mamba_jax.layers.linear import Linear, SplitLinear
 from mamba_jax.layers.rotary import apply_rotary
+from mamba_jax.partitioning.sharded_ops import resolve
 
 
 class _Places(NamedTuple):
@@ -54,9 +55,9 @@ class MHA(nnx.Module):
         self.config = config
         options = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         qkv = {
-            "q": (config.num_heads * config.headdim, "heads"),
-            "k": (config.nheads_kv * config.headdim, "heads"),
-            "v": (config.nheads_kv * config.headdim, "heads"),
+            "q": (config.num_heads * config.headdim, f"heads:{config.num_heads}"),
+            "k": (config.nheads_kv * config.headdim, f"heads:{config.nheads_kv}"),
+            "v": (config.nheads_kv * config.headdim, f"heads:{config.nheads_kv}"),
         }
         mlp = {"mlp_up": (config.d_mlp, "mlp"), "mlp_gate": (config.d_mlp, "mlp")}
         pieces = qkv | mlp if config.d_mlp else qkv
@@ -122,7 +123,7 @@ class MHA(nnx.Module):
             convolved, conv_states = self.conv1d(pieces, seq_idx=seq_idx, states=conv_states)
             pieces |= convolved
         places = _places(u.shape[:2], seq_idx, cache)
-        y, cache = self._attend(pieces, places, cache, conv_states)
+        y, cache = self._attend(pieces, places, seq_idx, cache, conv_states)
         y = jnp.where(places.is_real[..., None], y, 0)
         y = self.out_proj(y)
         if self.out_proj_mlp is not None:
@@ -134,6 +135,7 @@ class MHA(nnx.Module):
         self,
         pieces: dict[str, Array],
         places: _Places,
+        seq_idx: Int[Array, "b t"] | None,
         cache: AttentionCache | None,
         conv_states: dict[str, Array] | None,
     ) -> tuple[Float[Array, "b t e"], AttentionCache | None]:
@@ -148,6 +150,10 @@ class MHA(nnx.Module):
             position = places.ordinal - places.start
             q = apply_rotary(q, position, config.rotary_emb_dim, **rotary)
             k = apply_rotary(k, position, config.rotary_emb_dim, **rotary)
+        scale = config.softmax_scale or config.headdim**-0.5
+        if cache is None and seq_idx is None:
+            y = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=config.causal)
+            return y.reshape(*y.shape[:2], -1), None
         key_ordinal = places.ordinal
         if cache is not None:
             cache = _append(cache, k, v, conv_states, places)
@@ -159,9 +165,7 @@ class MHA(nnx.Module):
             visible &= key_ordinal[:, None, :] <= places.ordinal[:, :, None]
         else:
             visible &= _last_of_document(places)[:, :, None] >= key_ordinal[:, None, :]
-        y = jax.nn.dot_product_attention(
-            q, k, v, mask=visible[:, None], scale=config.softmax_scale or config.headdim**-0.5
-        )
+        y = jax.nn.dot_product_attention(q, k, v, mask=visible[:, None], scale=scale)
         y = y.reshape(*y.shape[:2], -1)
         if cache is not None:
             # A token that found no room in the cache must not look like a result.
@@ -178,11 +182,11 @@ def _places(
     if seq_idx is None:
         ordinal = seen[:, None] + jnp.arange(time, dtype=jnp.int32)[None, :]
         return _Places(jnp.ones(shape, bool), ordinal, jnp.broadcast_to(first[:, None], shape))
-    documents = sharded_documents(seq_idx)
-    ordinal = seen[:, None] + jnp.cumsum(documents.is_real, axis=1, dtype=jnp.int32) - 1
-    start = jnp.where(documents.starts, ordinal, -1)
-    start = jax.lax.cummax(jnp.maximum(start, jnp.where(start < 0, first[:, None], 0)), axis=1)
-    return _Places(documents.is_real, jnp.where(documents.is_real, ordinal, -1), start)
+    packing = resolve(seq_idx)
+    real_before = jnp.cumsum(packing.is_real, axis=1, dtype=jnp.int32) - packing.is_real
+    ordinal = seen[:, None] + real_before
+    start = jnp.where(packing.document == 0, first[:, None], ordinal - packing.position)
+    return _Places(packing.is_real, jnp.where(packing.is_real, ordinal, -1), start)
 
 
 def _last_of_document(places: _Places) -> Int[Array, "b t"]:

@@ -57,8 +57,8 @@ class Mamba2(nnx.Module):
         shared = config.ngroups * config.d_state
         conv_pieces = {
             "x": (config.d_ssm_inner, "inner"),
-            "B": (shared, "groups"),
-            "C": (shared, "groups"),
+            "B": (shared, f"groups:{config.ngroups}"),
+            "C": (shared, f"groups:{config.ngroups}"),
         }
         mlp = {"z0": (config.d_mlp, "inner"), "x0": (config.d_mlp, "inner")} if config.d_mlp else {}
         pieces = {

@@ -59,8 +59,9 @@ class Mamba3(nnx.Module):
         pieces = {
             "z": (config.d_inner, "inner"),
             "x": (config.d_inner, "inner"),
-            "B": (shared, "groups"),
-            "C": (shared, "groups"),
+            # Ranks come before groups, so a cut by groups is no cut into contiguous pieces.
+            "B": (shared, f"groups:{1 if config.rank > 1 else config.ngroups}"),
+            "C": (shared, f"groups:{1 if config.rank > 1 else config.ngroups}"),
             "dt": (config.nheads, "heads"),
             "A": (config.nheads, "heads"),
             "trap": (config.nheads, "heads"),

@@ -90,14 +90,10 @@ def check_divisible(config: MambaConfig, mesh: Any) -> None:
 def parameter_shardings(model: nnx.Module, mesh: Mesh, config: MambaConfig) -> nnx.State:
     """Returns the `NamedSharding` of every parameter, as a state with the model's structure."""
     check_divisible(config, mesh)
-    table = dict(PARAMETERS)
-    if getattr(config.mixer, "ngroups", 1) % mesh.shape["tensor"]:
-        # Fewer groups than devices: B and C are needed whole on each.
-        del table["groups"]
 
     def sharding(param: nnx.Param) -> NamedSharding:
         names: Sequence[str | None] = param.get_metadata("out_sharding") or ()
-        return NamedSharding(mesh, _spec(names, param.shape, table, mesh))
+        return NamedSharding(mesh, parameter_spec(names, param.shape, mesh))
 
     return jax.tree.map(
         sharding, nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
@@ -147,14 +143,18 @@ def sharded_init(make_model: Callable[[], nnx.Module], mesh: Mesh) -> nnx.Module
     return nnx.merge(graph, state, rest)
 
 
-def _spec(
-    names: Sequence[str | None], shape: tuple[int, ...], table: dict[str, Any], mesh: Mesh
-) -> PartitionSpec:
+def parameter_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """Translates a parameter's logical axis names.
+
+    A name may carry the number of units that must not be cut, "groups:2" say: with more devices
+    than that, or a number that does not divide it, the axis stays whole on every device.
+    """
     axes = []
     for name, size in zip(names, shape, strict=True):
-        axis = table.get(name) if name else None
-        # A small axis that the mesh does not divide (a low rank, say) stays whole.
-        axes.append(axis if axis and size % axis_size(mesh, axis) == 0 else None)
+        logical, _, units = (name or "").partition(":")
+        axis = PARAMETERS.get(logical)
+        whole = axis is None or int(units or size) % axis_size(mesh, axis)
+        axes.append(None if whole else axis)
     return PartitionSpec(*axes)
 
 
