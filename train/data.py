@@ -21,6 +21,7 @@ from train.tokenizer import load as load_tokenizer
 
 # (b, t) arrays by name: tokens, targets and seq_idx int32, loss_mask bool.
 Batch = dict[str, np.ndarray]
+Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Data:
 
     train: "PackedRows"
     validation: "PackedRows"
-    tokenizer: ByteTokenizer | JsonTokenizer | None
+    tokenizer: Tokenizer | None
 
 
 def load(config: TrainConfig) -> Data:

@@ -36,7 +36,7 @@ def next_token_nats(
 
     Gradients: hidden and kernel, once.
     """
-    batch, time, width = hidden.shape
+    batch, time, _ = hidden.shape
     chunk = min(chunk, time)
     count = -(-time // chunk)
     padding = ((0, 0), (0, count * chunk - time))

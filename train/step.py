@@ -44,7 +44,7 @@ def abstract_model(config: TrainConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(model)
 
 
-def init_state(config: TrainConfig) -> State:
+def init_state(config: TrainConfig, sharding: jax.sharding.Sharding | None = None) -> State:
     """Draws the weights from `config.seed` and starts the optimizer, in one compiled call."""
     optimizer = _optimizer(config)
 
@@ -54,7 +54,7 @@ def init_state(config: TrainConfig) -> State:
         counts = {"step": zero, "skipped": zero, "bad_in_a_row": zero}
         return {"params": params, "optimizer": optimizer.init(params), **counts}
 
-    return jax.jit(init)(jax.random.key(config.seed))
+    return jax.jit(init, out_shardings=sharding)(jax.random.key(config.seed))
 
 
 def make_train_step(config: TrainConfig) -> Callable[[State, dict], tuple[State, dict]]:
@@ -106,12 +106,21 @@ def make_train_step(config: TrainConfig) -> Callable[[State, dict], tuple[State,
     return jax.jit(train_step, donate_argnums=0)
 
 
-def make_evaluate_step(config: TrainConfig) -> Callable[[dict, dict], Array]:
-    """Returns the compiled (params, batch) -> -log p of each target, (b,) sums in nats."""
+def make_evaluate_step(config: TrainConfig) -> Callable[[dict, dict, Array], dict]:
+    """Returns the compiled (params, batch, token_bytes) -> sums over the batch's targets.
+
+    token_bytes is (v,) int32, bytes of text per token id. The sums: nats (-log p), tokens, bytes.
+    """
     merge = _merge(config)
 
-    def evaluate_step(params: dict, batch: dict) -> Array:
-        return _batch_nats(merge(params), batch, config.loss_chunk)
+    def evaluate_step(params: dict, batch: dict, token_bytes: Array) -> dict[str, Array]:
+        mask = batch["loss_mask"]
+        sizes = jnp.where(mask, token_bytes[batch["targets"]], 0)
+        return {
+            "nats": _batch_nats(merge(params), batch, config.loss_chunk),
+            "tokens": jnp.sum(mask, dtype=jnp.int32),
+            "bytes": jnp.sum(sizes, dtype=jnp.int32),
+        }
 
     return jax.jit(evaluate_step)
 

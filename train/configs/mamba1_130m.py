@@ -3,7 +3,7 @@
 
     python -m train mamba1_130m --data.train 'corpus/*.jsonl' --data.tokenizer tokenizer.json
 
-The tokenizer is GPT-NeoX's (50277 ids); token arrays made with it work too: --data.train tokens.npy.
+The tokenizer is GPT-NeoX's (50277 ids); arrays of its tokens work too: --data.train tokens.npy.
 32 768 tokens a step, bf16 activations, fp32 weights.
 """
 
