@@ -9,5 +9,12 @@ from pallas_kernels.dispatch import explain
 from pallas_kernels.packing import seq_idx_from_cu_seqlens
 from pallas_kernels.selective_scan.api import selective_scan
 from pallas_kernels.selective_state_update.api import selective_state_update
+from pallas_kernels.ssd.api import ssd
 
-__all__ = ["explain", "selective_scan", "selective_state_update", "seq_idx_from_cu_seqlens"]
+__all__ = [
+    "explain",
+    "selective_scan",
+    "selective_state_update",
+    "seq_idx_from_cu_seqlens",
+    "ssd",
+]
