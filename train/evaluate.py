@@ -21,7 +21,7 @@ from rich.console import Console
 from mamba_jax.checkpoint.store import CheckpointStore
 from train import data, metrics, step
 from train.config import TrainConfig, UserError
-from train.placement import batch_sharding, make_mesh, state_sharding
+from train.placement import batch_sharding, make_mesh, on
 
 
 def evaluate(
@@ -83,17 +83,17 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"run: wanted a readable checkpoint, got none in {checkpoints}")
     config = _with_options(TrainConfig.from_dict(saved), options)
     mesh = make_mesh(config.mesh)
-    like = jax.eval_shape(lambda: step.init_state(config, state_sharding(mesh)))
-    restored = store.restore(like)
+    restored = store.restore(step.abstract_state(config, mesh))
     loaded = data.load(config)
-    found = evaluate(
-        restored.state["params"],
-        loaded.validation,
-        config,
-        step.make_evaluate_step(config),
-        token_bytes=loaded.tokenizer.token_bytes if loaded.tokenizer else None,
-        sharding=batch_sharding(mesh),
-    )
+    with on(mesh):
+        found = evaluate(
+            restored.state["params"],
+            loaded.validation,
+            config,
+            step.make_evaluate_step(config),
+            token_bytes=loaded.tokenizer.token_bytes if loaded.tokenizer else None,
+            sharding=batch_sharding(mesh, config),
+        )
     console.out(f"{options.run} at step {restored.step}: {metrics.describe(found)}")
     console.out(json.dumps({"step": restored.step, **found}))
 

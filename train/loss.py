@@ -44,7 +44,8 @@ def next_token_nats(
     targets, mask = jnp.pad(targets, padding), jnp.pad(mask, padding)
 
     def pieces(array):
-        return jnp.moveaxis(array.reshape(batch, count, chunk, *array.shape[2:]), 1, 0)
+        # Piece c has tokens c, c + count, …: every device of a sequence axis has some of each.
+        return jnp.moveaxis(array.reshape(batch, chunk, count, *array.shape[2:]), 2, 0)
 
     return _nats(pieces(hidden), kernel, pieces(targets), pieces(mask))
 

@@ -15,7 +15,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from train.config import TrainConfig
 from train.files import write_whole
+from train.flops import peak_flops_per_s
 
 
 class Reporter:
@@ -23,34 +25,28 @@ class Reporter:
 
     Args:
       path: The metrics file.
-      steps: Steps of the whole run.
-      first_step: Steps already taken; later lines of an earlier attempt are dropped.
-      log_every: Steps between two lines where there is no bar.
-      flops_per_token: For MFU.
-      peak: FLOP/s of all devices; None when unknown, then no MFU is shown.
+      config: The run.
+      first_step: Steps already taken; lines of later steps, from an earlier attempt, are dropped.
+      flops_per_token: For MFU, shown where the devices' peak is known.
       console: Where to show.
     """
 
     def __init__(
         self,
         path: Path,
-        *,
-        steps: int,
+        config: TrainConfig,
         first_step: int,
-        log_every: int,
         flops_per_token: float,
-        peak: float | None,
         console: Console,
     ):
         self._path = path
-        self._steps = steps
-        self._log_every = log_every
-        self._flops_per_token = flops_per_token
-        self._peak = peak
-        self._console = console
+        self._steps = config.steps
+        self._log_every = config.log_every
         self._first = first_step
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops_per_s()
+        self._console = console
         self._started = self._last_time = None
-        self._shown = first_step
         self._tokens = 0.0
         self._bar = _bar(console) if console.is_terminal else None
         self._active = jax.process_index() == 0
@@ -79,7 +75,7 @@ class Reporter:
         # The first step compiles; speed is measured from its end.
         if self._started is None:
             self._started = self._last_time = now
-            self._shown, self._tokens = step, 0.0
+            self._tokens = 0.0
         seconds = now - self._last_time
         due = step % self._log_every == 0 or step == self._steps
         line = {"step": step, **metrics}

@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from mamba_jax.array_types import Array
 from mamba_jax.model import MambaLMHeadModel
 from train.config import TrainConfig
 from train.loss import next_token_nats
 from train.optimizer import decay_mask, make_optimizer, make_schedule
+from train.placement import state_shardings
 
 State = dict[str, Any]
 
@@ -38,23 +40,25 @@ def make_model(config: TrainConfig, key: Array) -> MambaLMHeadModel:
     )
 
 
-def abstract_model(config: TrainConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters' shapes, without drawing them."""
-    model = nnx.eval_shape(lambda: make_model(config, jax.random.key(0)))
-    return nnx.split(model)
+def init_state(config: TrainConfig, mesh: Mesh | None = None) -> State:
+    """Draws the weights from `config.seed` and starts the optimizer, in one compiled call.
+
+    On a mesh every array is made where it will live; no device ever holds the model whole.
+    """
+    init = _init(config)
+    key = jax.random.key(config.seed)
+    shardings = state_shardings(mesh, config, _abstract_model(config), jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=shardings)(key)
 
 
-def init_state(config: TrainConfig, sharding: jax.sharding.Sharding | None = None) -> State:
-    """Draws the weights from `config.seed` and starts the optimizer, in one compiled call."""
-    optimizer = _optimizer(config)
-
-    def init(key):
-        params = nnx.to_pure_dict(nnx.state(make_model(config, key)))
-        zero = jnp.zeros((), jnp.int32)
-        counts = {"step": zero, "skipped": zero, "bad_in_a_row": zero}
-        return {"params": params, "optimizer": optimizer.init(params), **counts}
-
-    return jax.jit(init, out_shardings=sharding)(jax.random.key(config.seed))
+def abstract_state(config: TrainConfig, mesh: Mesh | None = None) -> State:
+    """The shapes and shardings of `init_state`'s result, without computing it."""
+    state = jax.eval_shape(_init(config), jax.random.key(0))
+    shardings = state_shardings(mesh, config, _abstract_model(config), state)
+    if shardings is None:
+        return state
+    struct = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda a, s: struct(a.shape, a.dtype, sharding=s), state, shardings)
 
 
 def make_train_step(config: TrainConfig) -> Callable[[State, dict], tuple[State, dict]]:
@@ -130,13 +134,29 @@ def model_with(config: TrainConfig, params: dict) -> MambaLMHeadModel:
     return _merge(config)(params)
 
 
+def _init(config: TrainConfig) -> Callable[[Array], State]:
+    optimizer = _optimizer(config)
+
+    def init(key: Array) -> State:
+        params = nnx.to_pure_dict(nnx.state(make_model(config, key)))
+        zero = jnp.zeros((), jnp.int32)
+        counts = {"step": zero, "skipped": zero, "bad_in_a_row": zero}
+        return {"params": params, "optimizer": optimizer.init(params), **counts}
+
+    return init
+
+
 def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    _, params = abstract_model(config)
-    return make_optimizer(config.optimizer, config.steps, decay_mask(params))
+    marks = decay_mask(nnx.state(_abstract_model(config)))
+    return make_optimizer(config.optimizer, config.steps, marks)
+
+
+def _abstract_model(config: TrainConfig) -> MambaLMHeadModel:
+    return nnx.eval_shape(lambda: make_model(config, jax.random.key(0)))
 
 
 def _merge(config: TrainConfig) -> Callable[[dict], MambaLMHeadModel]:
-    graph, abstract = abstract_model(config)
+    graph, abstract = nnx.split(_abstract_model(config))
 
     def merge(params: dict) -> MambaLMHeadModel:
         variables = jax.tree.map(lambda leaf: leaf, abstract)

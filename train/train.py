@@ -22,7 +22,7 @@ from train.evaluate import evaluate
 from train.files import write_whole
 from train.interruption import Interruption
 from train.launch.processes import join_processes
-from train.placement import batch_sharding, make_mesh, state_sharding
+from train.placement import batch_sharding, make_mesh, on
 from train.sample import write_sample
 
 
@@ -48,17 +48,18 @@ def train(config: TrainConfig, console: Console) -> Path:
       CheckpointError: the run cannot be resumed from what is on disk.
       TrainingFailed: too many steps in a row had a non-finite loss or gradient.
     """
-    # ── Config ───────────────────────────────────────────────────────────────────────────────────
-    folder = directory.open_directory(config)
+    # ── Config ────────────────────────────────────────────────────────────────────────────────────
+    folder = directory.check(config)
     show = console.out if jax.process_index() == 0 else lambda text: None
     directory.describe(config, show)
 
-    # ── Mesh ─────────────────────────────────────────────────────────────────────────────────────
+    # ── Mesh ──────────────────────────────────────────────────────────────────────────────────────
     mesh = make_mesh(config.mesh)
+    sharding = batch_sharding(mesh, config)
     device = jax.devices()[0].device_kind
     show(f"devices: {jax.device_count()} × {device}, {jax.process_count()} process(es)")
 
-    # ── Data ─────────────────────────────────────────────────────────────────────────────────────
+    # ── Data ──────────────────────────────────────────────────────────────────────────────────────
     loaded = data.load(config)
     batches = data.training_batches(loaded.train, config)
     show(
@@ -66,47 +67,35 @@ def train(config: TrainConfig, console: Console) -> Path:
         f"{loaded.validation.num_tokens:,} to validate"
     )
 
-    # ── State ────────────────────────────────────────────────────────────────────────────────────
-    state = step.init_state(config, state_sharding(mesh))
-    cost = flops.flops_per_token(config.model, state["params"], config.data.seq_len)
-    show(f"model: {_size(state['params']):,} parameters, {cost / 1e6:.1f} MFLOP per token")
+    with on(mesh), Interruption() as interruption:
+        # ── State ─────────────────────────────────────────────────────────────────────────────────
+        state = step.init_state(config, mesh)
+        cost = flops.flops_per_token(config.model, state["params"], config.data.seq_len)
+        show(f"model: {_size(state['params']):,} parameters, {cost / 1e6:.1f} MFLOP per token")
 
-    # ── Restore ──────────────────────────────────────────────────────────────────────────────────
-    checkpoints = folder / directory.CHECKPOINTS
-    store = CheckpointStore(checkpoints, keep=config.checkpoint.keep, report=show)
-    first = 0
-    if config.resume:
-        state, first = _restore(store, state, batches, config, show)
-    directory.save_config(config, folder)
+        # ── Restore ───────────────────────────────────────────────────────────────────────────────
+        store = directory.open_store(config, show)
+        first = 0
+        if config.resume:
+            state, first = _restore(store, state, batches, config, show)
 
-    # ── Loop ─────────────────────────────────────────────────────────────────────────────────────
-    run = _Run(config, loaded, batches, store, batch_sharding(mesh))
-    reporter = metrics.Reporter(
-        folder / directory.METRICS,
-        steps=config.steps,
-        first_step=first,
-        log_every=config.log_every,
-        flops_per_token=cost,
-        peak=flops.peak_flops_per_s(),
-        console=console,
-    )
-    with reporter, Interruption() as interruption:
-        state, last = _loop(run, state, first, reporter, interruption)
+        # ── Loop ──────────────────────────────────────────────────────────────────────────────────
+        run = _Run(config, loaded, batches, store, sharding)
+        with metrics.Reporter(folder / directory.METRICS, config, first, cost, console) as reporter:
+            state, last = _loop(run, state, first, reporter, interruption)
 
-        # ── Evaluate ─────────────────────────────────────────────────────────────────────────────
-        finished = last >= config.steps
-        if finished:
-            reporter.evaluation(last, run.evaluate(state))
+            # ── Evaluate ──────────────────────────────────────────────────────────────────────────
+            finished = last >= config.steps
+            if finished:
+                reporter.evaluation(last, run.evaluate(state))
 
-    # ── Sample ───────────────────────────────────────────────────────────────────────────────────
+    # ── Sample ────────────────────────────────────────────────────────────────────────────────────
     if finished:
         _sample(config, state, loaded.tokenizer, folder / directory.SAMPLE, show)
 
-    # ── Save ─────────────────────────────────────────────────────────────────────────────────────
+    # ── Save ──────────────────────────────────────────────────────────────────────────────────────
     store.close()
-    if jax.process_index() == 0:
-        metrics.plot(folder / directory.METRICS, folder / directory.PLOT, config.name)
-    _say_where(folder, last, interruption.asked if not finished else "", show)
+    directory.finish(config, "" if finished else interruption.asked, last, show)
     return folder
 
 
@@ -237,19 +226,6 @@ def _sample(
     show(f"sample (prompt {config.sample.prompt!r}):")
     for line in text.splitlines():
         show(f"  | {line}")
-
-
-def _say_where(folder: Path, last: int, signal: str, show: Callable[[str], None]) -> None:
-    if signal:
-        show(f"stopped by {signal} after step {last}; --resume goes on from there")
-    for name, what in (
-        (directory.CHECKPOINTS, "checkpoints"),
-        (directory.PLOT, "loss curve"),
-        (directory.METRICS, "metrics"),
-        (directory.SAMPLE, "sample"),
-    ):
-        if (folder / name).exists():
-            show(f"{what}: {folder / name}")
 
 
 def _size(params: dict) -> int:
