@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Mamba-2 recurrence (state-space duality); `api.py` holds the function, `README.md` the why."""
+"""The Mamba-2 recurrence (state-space duality); `api.py` holds the function."""
