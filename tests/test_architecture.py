@@ -101,7 +101,7 @@ def test_public_names_are_documented(path):
 def test_banned_words(path):
     assert path.name not in ("utils.py", "common.py", "misc.py", "helpers.py", "wrapper.py")
     text = path.read_text(encoding="utf-8")
-    if not path.match("train/*"):
+    if relative(path) != "train/launch/processes.py":
         assert "os.environ" not in text, "environment variables decide nothing here"
     assert not re.search(r"except ImportError:\s*pass", text), relative(path)
     if "checkpoint" not in path.parts:
