@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of every test: full matmul precision, ranks promoted only on purpose, one seed."""
+"""Settings of every test: eight CPU devices, full precision, ranks promoted only on purpose."""
 
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function, however it is called: whole, in pieces, token by token, packed, padded, unrolled."""
+"""One function, however it is called: whole, in pieces, by tokens, packed, padded, unrolled."""
 
 import jax
 import jax.numpy as jnp
