@@ -141,7 +141,7 @@ def _tap_sums_reduced(dpre, extended, taps, w: int):
 
 
 def _tap_sums_scanned(dpre, extended, taps, w: int):
-    """The same as a loop over time: XLA's CPU reductions over leading axes are many times slower."""
+    """The same as a loop over time, many times faster than what XLA makes of the sums on a CPU."""
     b, t, e = dpre.shape
 
     def token(sums, i):
