@@ -6,13 +6,19 @@ token), `xla.py` (any device), `mosaic_*.py` and `triton.py` (GPU kernels) where
 """
 
 from pallas_kernels.dispatch import explain
+from pallas_kernels.mamba3_scan.api import mamba3_scan
+from pallas_kernels.mamba3_scan.state import Mamba3State
+from pallas_kernels.mamba3_step.api import mamba3_step
 from pallas_kernels.packing import seq_idx_from_cu_seqlens
 from pallas_kernels.selective_scan.api import selective_scan
 from pallas_kernels.selective_state_update.api import selective_state_update
 from pallas_kernels.ssd.api import ssd
 
 __all__ = [
+    "Mamba3State",
     "explain",
+    "mamba3_scan",
+    "mamba3_step",
     "selective_scan",
     "selective_state_update",
     "seq_idx_from_cu_seqlens",
