@@ -147,7 +147,22 @@ def test_the_public_surface_is_frozen():
         "MambaLMHeadModel",
         "init_cache",
     }
-    assert set(pallas_kernels.__all__) == {"explain"}
+    assert set(pallas_kernels.__all__) == {
+        "Mamba3State",
+        "add_layer_norm",
+        "add_rms_norm",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "explain",
+        "layer_norm",
+        "mamba3_scan",
+        "mamba3_step",
+        "rms_norm",
+        "selective_scan",
+        "selective_state_update",
+        "seq_idx_from_cu_seqlens",
+        "ssd",
+    }
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
