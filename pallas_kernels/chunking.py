@@ -39,6 +39,22 @@ def choose_chunk_size(device: devices.Device, t: int, chunk_size: int | None) ->
     return min(t, chunk_size or _CHUNK_SIZES.get(device.platform, 128))
 
 
+def chunks_per_block(device: devices.Device, num_chunks: int, elements_per_chunk: int) -> int:
+    """Returns how many chunks one round of a loop over time handles.
+
+    Args:
+      device: Where it runs.
+      num_chunks: Chunks in the sequence.
+      elements_per_chunk: Of the largest array a chunk makes, all rows and heads together.
+
+    On a CPU a round should stay in the caches; a GPU wants few, large rounds, in bounded memory.
+    """
+    budget, most = (2**19, 1) if device.platform == "cpu" else (2**28, 16)
+    k = max(1, min(num_chunks, most, budget // elements_per_chunk))
+    # As many rounds as that takes, all of the same length.
+    return -(-num_chunks // -(-num_chunks // k))
+
+
 def pad_time(values: Float[Array, "b t ..."], multiple: int) -> Float[Array, "b t+ ..."]:
     """Appends zeros until the time axis (1) is a multiple of `multiple`.
 
@@ -77,8 +93,7 @@ def bounded_log_decay(
 
 def sums_through(values: Float[Array, "... q"]) -> Float[Array, "... q"]:
     """Cumulative sums: at q, the sum over the tokens 0 ... q of the chunk."""
-    q = values.shape[-1]
-    return _times(values, np.tri(q).T)
+    return _times(values, np.tri(values.shape[-1]).T)
 
 
 def sums_after(values: Float[Array, "... q"]) -> Float[Array, "... q"]:
@@ -86,8 +101,17 @@ def sums_after(values: Float[Array, "... q"]) -> Float[Array, "... q"]:
 
     Added up from the end, not subtracted from the total.
     """
-    q = values.shape[-1]
-    return _times(values, np.tri(q, k=-1))
+    return _times(values, np.tri(values.shape[-1], k=-1))
+
+
+def sums_from(values: Float[Array, "... q"]) -> Float[Array, "... q"]:
+    """At k, the sum over the tokens k ... of the chunk: the transpose of `sums_through`."""
+    return _times(values, np.tri(values.shape[-1]))
+
+
+def sums_before(values: Float[Array, "... q"]) -> Float[Array, "... q"]:
+    """At k, the sum over the tokens 0 ... k-1: the transpose of `sums_after`."""
+    return _times(values, np.tri(values.shape[-1], k=-1).T)
 
 
 @jax.custom_vjp
@@ -145,8 +169,8 @@ def segment_sums_transpose(cotangent: Float[Array, "... q q"]) -> Float[Array, "
     over_targets = jnp.where(_mask(below[:, :, None], over_targets), over_targets, 0)
     out = (
         _direct_transpose(diagonal)
-        + _times(jnp.sum(over_sources, axis=-1), np.tri(m))
-        + _times(jnp.sum(over_targets, axis=-3), np.tri(m, k=-1).T)
+        + sums_from(jnp.sum(over_sources, axis=-1))
+        + sums_before(jnp.sum(over_targets, axis=-3))
         + _between_transpose(jnp.sum(over_sources, axis=-2))[..., None]
     )
     return out.reshape(*lead, num * m)[..., :q]
