@@ -10,6 +10,7 @@ from pallas_kernels.validation import Arg, check, check_groups, check_positive
 OPERATION = dispatch.Operation(
     "selective_scan",
     {
+        "xla": "pallas_kernels.selective_scan.xla",
         "reference": "pallas_kernels.selective_scan.reference",
     },
 )
