@@ -27,6 +27,8 @@ def run(
     given = [array for array in (x, weight, bias, initial_state) if array is not None]
     wide = jnp.result_type(jnp.float32, *given)
     documents = jnp.zeros((b, t), jnp.int32) if seq_idx is None else seq_idx
+    # Whatever stands in padding, NaN too, reaches neither outputs nor gradients.
+    x_real = jnp.where(documents[..., None] >= 0, x.astype(wide), 0)
     states = jnp.zeros((b, num_documents or 1, w - 1, e), wide)
     if initial_state is not None:
         states = initial_state.astype(wide).reshape(states.shape)
@@ -51,7 +53,7 @@ def run(
         last_document = jnp.where(is_real, document, last_document)
         return (states, last_document), jnp.where(is_real[:, None], y, 0.0)
 
-    over_time = (jnp.moveaxis(x.astype(wide), 1, 0), documents.T)
+    over_time = (jnp.moveaxis(x_real, 1, 0), documents.T)
     carry = (states, jnp.full((b,), -1, documents.dtype))
     (states, _), y = jax.lax.scan(token, carry, over_time)
     return jnp.moveaxis(y, 0, 1).astype(x.dtype), states if num_documents else states[:, 0]
