@@ -100,10 +100,9 @@ def _chunk_size(state_elements: int, associative: bool) -> int:
 def _documents(
     seq_idx: Int[Array, "b t"], found: packing.Packing, num_documents: int, length: int
 ) -> recurrence.Documents:
-    b, t = seq_idx.shape
     last = packing.last_tokens(seq_idx, num_documents)
     slot = jnp.maximum(found.carried_id, 0)
-    ends = jnp.arange(t)[None] == jnp.take_along_axis(last, slot, axis=1)
+    ends = jnp.arange(seq_idx.shape[1])[None] == jnp.take_along_axis(last, slot, axis=1)
     return recurrence.Documents(
         begins=_chunked(found.begins, length),
         ends=_chunked(ends & found.is_real, length),

@@ -16,6 +16,7 @@ from pallas_kernels.validation import Arg, check, check_groups
 OPERATION = dispatch.Operation(
     "selective_state_update",
     {
+        "xla": "pallas_kernels.selective_state_update.xla",
         "reference": "pallas_kernels.selective_state_update.reference",
     },
 )
