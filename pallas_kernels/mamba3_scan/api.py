@@ -12,6 +12,7 @@ from pallas_kernels.validation import Arg, check, check_groups, check_positive
 OPERATION = dispatch.Operation(
     "mamba3_scan",
     {
+        "xla": "pallas_kernels.mamba3_scan.xla",
         "reference": "pallas_kernels.mamba3_scan.reference",
     },
 )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stretch of chunks of `mamba3_scan` as matrix products: the mathematics of the XLA path.
+
+`block` takes the state before a stretch of tokens and gives their outputs and the state after them;
+`xla_loop.py` runs it stretch after stretch. It is an ordinary differentiable function; whatever it
+computes on the way lives as long as one stretch. README.md derives the form.
+
+Per-head arrays are (b, c, h, q, ...): c chunks of q tokens each.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import chunking
+from pallas_kernels.mamba3_scan import rotary
+from pallas_kernels.mamba3_scan.readout import read_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a stretch is cut, and what is constant in it.
+
+    Attributes:
+      chunk_size: q, tokens of a chunk.
+      num_chunks: c, chunks of a stretch.
+      norm_eps: As in `mamba3_scan`.
+    """
+
+    chunk_size: int
+    num_chunks: int
+    norm_eps: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a stretch."""
+        return self.chunk_size * self.num_chunks
+
+
+class Carry(NamedTuple):
+    """State between stretches: angle (b, h, a) and ssm (b, h, p, n), float32 or wider."""
+
+    angle: Float[Array, "b h a"]
+    ssm: Float[Array, "b h p n"]
+
+
+class Tokens(NamedTuple):
+    """Per-token arrays, differentiable; those of rank 3 are float32 or wider and 0 at padding.
+
+    `now` weighs a token's input in its own output, `share` in all later ones (its own weight and
+    that of the next token's look back); dt turns the angle.
+    """
+
+    x: Float[Array, "b t h p"]
+    z: Float[Array, "b t h p"] | None
+    B: Float[Array, "b t r g n"]
+    C: Float[Array, "b t r g n"]
+    angles: Float[Array, "b t 1 a"] | Float[Array, "b t h a"]
+    dt: Float[Array, "b t h"]
+    log_decay: Float[Array, "b t h"]
+    now: Float[Array, "b t h"]
+    share: Float[Array, "b t h"]
+
+
+class Marks(NamedTuple):
+    """Per-token integers; None where nothing depends on them.
+
+    `document` and that of the token before are as in `packing.Packing`; only the angle needs them,
+    as the log decays already forget at a document's first token.
+    """
+
+    is_real: Bool[Array, "b t"] | None
+    document: Int[Array, "b t"] | None
+    document_before: Int[Array, "b t"] | None
+
+
+class Parameters(NamedTuple):
+    """Arrays shared by all tokens, float32 or wider; None where the call left them out."""
+
+    B_bias: Float[Array, "h r n"]
+    C_bias: Float[Array, "h r n"]
+    D: Float[Array, "h"] | None
+    mimo_x: Float[Array, "h r p"] | None
+    mimo_z: Float[Array, "h r p"] | None
+    mimo_o: Float[Array, "h r p"] | None
+    norm_weight: Float[Array, "h p"] | None
+
+
+def block(
+    layout: Layout, parameters: Parameters, carry: Carry, tokens: Tokens, marks: Marks
+) -> tuple[Float[Array, "b t h p"] | Float[Array, "b t r h p"], Carry]:
+    """Runs one stretch; returns its outputs, in the dtype of x, and the state after it."""
+    if marks.is_real is not None:
+        zero = {name: _zero_padding(getattr(tokens, name), marks.is_real) for name in "xzBC"}
+        tokens = tokens._replace(**zero)
+    dtype, wide = tokens.x.dtype, carry.ssm.dtype
+    (b, t, h, p), (r, _, n) = tokens.x.shape, tokens.B.shape[2:]
+    c, q = layout.num_chunks, layout.chunk_size
+    angle = _angles(layout, carry.angle, tokens, marks)
+    maps = ((tokens.B, parameters.B_bias), (tokens.C, parameters.C_bias))
+    half_split = parameters.mimo_x is not None
+    B, C = (
+        rotary.rotate(_biased(layout, values, bias), angle[..., None, :], half_split)
+        .astype(dtype)
+        .reshape(b, c, h, q * r, n)
+        for values, bias in maps
+    )
+    x = _per_head(layout, tokens.x).astype(wide)[..., None, :]
+    if half_split:
+        x = x * parameters.mimo_x[None, None, :, None]
+    log_decay, now, share = (
+        _per_head(layout, values) for values in (tokens.log_decay, tokens.now, tokens.share)
+    )
+
+    to_end = jnp.exp(chunking.sums_after(log_decay)) * share
+    own = _product("bchyp,bchyn->bchpn", _rows(x * to_end[..., None, None], dtype), B)
+    entering, leaving = _pass_states(carry.ssm, own, jnp.sum(log_decay, axis=-1))
+    from_start = jnp.exp(chunking.sums_through(log_decay))
+    y = _product("bchyn,bchpn->bchyp", C, entering.astype(dtype))
+    y = y.reshape(b, c, h, q, r, p) * from_start[..., None, None]
+
+    weight = _diagonal(now, share) * chunking.segment_decays(log_decay)
+    scores = _product("bchyn,bchsn->bchys", C, B).reshape(b, c, h, q, r, q, r)
+    scores = (scores * weight[:, :, :, :, None, :, None]).reshape(b, c, h, q * r, q * r)
+    inside = _product("bchys,bchsp->bchyp", scores.astype(dtype), _rows(x, dtype))
+    y = y + inside.reshape(y.shape)
+
+    y = jnp.moveaxis(y, 2, 4).reshape(b, t, r, h, p)
+    z = None if tokens.z is None else tokens.z.astype(wide)
+    y = read_out(y, tokens.x.astype(wide), parameters.D, z, *parameters[3:], layout.norm_eps)
+    return _zero_padding(y.astype(dtype), marks.is_real), Carry(angle[:, -1, :, -1], leaving)
+
+
+def _angles(
+    layout: Layout, entering: Float[Array, "b h a"], tokens: Tokens, marks: Marks
+) -> Float[Array, "b c h q a"]:
+    """The angle after every token: sums of the increments of its document, wrapped per chunk."""
+    angles, dt = (_per_head(layout, values) for values in (tokens.angles, tokens.dt))
+    steps = rotary.increments(angles, dt)
+    c, q = layout.num_chunks, layout.chunk_size
+    if marks.document is None:
+        joins = None
+        inside, across = (np.tri(size, dtype=np.float32)[None] for size in (q, c))
+    else:
+        document = marks.document.reshape(-1, c, q)
+        last, before = document[:, :, -1], marks.document_before.reshape(-1, c, q)[:, :, 0]
+        joins = (document == before[..., None])[:, :, None, :, None]
+        inside = np.tri(q, dtype=bool)[None, None] & (document[..., None] == document[:, :, None])
+        # Chunk j's end reaches chunk i when the document is the same before i; j = 0 is `entering`.
+        last = jnp.concatenate((before[:, :1], last[:, :-1]), axis=1)
+        across = np.tri(c, dtype=bool)[None] & (before[..., None] == last[:, None])
+    inside = _product("...qs,...hsa->...hqa", jnp.asarray(inside, steps.dtype), steps, exact=True)
+    ends = rotary.wrap(inside[:, :-1, :, -1])
+    ends = jnp.concatenate((entering[:, None], ends), axis=1)
+    start = _product("...ij,...jha->...iha", jnp.asarray(across, steps.dtype), ends, exact=True)
+    start = rotary.wrap(start)[:, :, :, None]
+    return rotary.wrap(inside + (start if joins is None else jnp.where(joins, start, 0)))
+
+
+def _pass_states(
+    state: Float[Array, "b h p n"], own: Float[Array, "b c h p n"], total: Float[Array, "b c h"]
+) -> tuple[Float[Array, "b c h p n"], Float[Array, "b h p n"]]:
+    """The states before every chunk and after the last: the recurrence over chunks."""
+    if own.shape[1] == 1:
+        leaving = jnp.exp(total)[:, 0, :, None, None] * state + own[:, 0]
+        return state[:, None], leaving
+    total = jnp.moveaxis(total, 1, 2)
+    leaving = _product("bhij,bjhpn->bihpn", chunking.segment_decays(total), own, exact=True)
+    reach = jnp.moveaxis(jnp.exp(chunking.sums_through(total)), 2, 1)
+    leaving = leaving + reach[..., None, None] * state[:, None]
+    return jnp.concatenate((state[:, None], leaving[:, :-1]), axis=1), leaving[:, -1]
+
+
+def _diagonal(
+    now: Float[Array, "b c h q"], share: Float[Array, "b c h q"]
+) -> Float[Array, "b c h q q"]:
+    """`now` on the diagonal, every source's `share` elsewhere."""
+    on_diagonal = np.eye(now.shape[-1], dtype=bool)[None, None, None]
+    return jnp.where(on_diagonal, now[..., None, :], share[..., None, :])
+
+
+def _biased(
+    layout: Layout, values: Float[Array, "b t r g n"], bias: Float[Array, "h r n"]
+) -> Float[Array, "b c h q r n"]:
+    """B or C for every head, its bias added, in the dtype of the bias."""
+    b, _, r, g, n = values.shape
+    h = bias.shape[0]
+    values = values.astype(bias.dtype).reshape(b, layout.num_chunks, -1, r, g, n)
+    values = jnp.moveaxis(values, 4, 2)[:, :, :, None]
+    biased = values + bias.reshape(1, 1, g, h // g, 1, r, n)
+    return biased.reshape(b, layout.num_chunks, h, -1, r, n)
+
+
+def _per_head(layout: Layout, values: Float[Array, "b t h ..."]) -> Float[Array, "b c h q ..."]:
+    values = values.reshape(values.shape[0], layout.num_chunks, -1, *values.shape[2:])
+    return jnp.moveaxis(values, 3, 2)
+
+
+def _rows(values: Float[Array, "b c h q r p"], dtype: Any) -> Float[Array, "b c h qr p"]:
+    return values.astype(dtype).reshape(*values.shape[:3], -1, values.shape[-1])
+
+
+def _product(formula: str, left: Array, right: Array, exact: bool = False) -> Array:
+    """`einsum` with sums in float32 or wider; `exact` forbids faster, coarser products."""
+    wide = jnp.promote_types(left.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=wide)
+
+
+def _zero_padding(values: Array | None, is_real: Bool[Array, "b t"] | None) -> Array | None:
+    if values is None or is_real is None:
+        return values
+    return jnp.where(is_real.reshape(is_real.shape + (1,) * (values.ndim - 2)), values, 0)
