@@ -5,6 +5,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Compiling is most of the suite's time; the passes left out here are LLVM's, not XLA's.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
