@@ -23,6 +23,7 @@ from pallas_kernels import (
     add_layer_norm,
     add_rms_norm,
     causal_conv1d_update,
+    explain,
     rms_norm,
 )
 from pallas_kernels.packing import resolve
@@ -33,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "causal_conv1d",
     "causal_conv1d_update",
+    "explain",
     "mamba3_scan",
     "mamba3_step",
     "resolve",
