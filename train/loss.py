@@ -6,8 +6,6 @@ time; the gradients are formed in the forward pass, where the logits are, so the
 three times (once forward, twice backward) and never repeated.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -90,5 +88,17 @@ def _chunk_nats(kernel, hidden, targets, mask):
     return nats, logits, log_norm, is_target
 
 
-_dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+def _dot(subscripts: str, a: Array, b: Array) -> Array:
+    """A product summed and returned in fp32."""
+
+    def product(a, b):
+        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+    def widened(a, b):
+        # XLA's CPU backend has no bf16 × bf16 → fp32 product for every shape (jax 0.12.0).
+        return product(a.astype(jnp.float32), b.astype(jnp.float32))
+
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=product)
+
+
 _nats.defvjp(_nats_forward, _nats_backward)

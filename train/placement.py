@@ -6,6 +6,7 @@ their parameters do. With one device there is no mesh, and everything here is No
 """
 
 import contextlib
+import math
 from typing import Any
 
 import jax
@@ -18,16 +19,22 @@ from train.config import MeshConfig, TrainConfig, UserError
 
 
 def make_mesh(config: MeshConfig) -> Mesh | None:
-    """Builds the mesh over all devices; None when there is only one.
+    """Builds the mesh; None when it has a single device.
+
+    With every axis given, one process may use only the first of its devices.
 
     Raises:
-      UserError: the axes' sizes do not multiply to the number of devices.
+      UserError: the axes' sizes do not fit the number of devices.
     """
     sizes = {"fsdp": config.fsdp, "tensor": config.tensor, "sequence": config.sequence}
-    if jax.device_count() == 1 and {config.data, *sizes.values()} <= {0, 1}:
+    devices = jax.devices()
+    wanted = config.data * math.prod(sizes.values())
+    if 0 < wanted < len(devices) and jax.process_count() == 1:
+        devices = devices[:wanted]
+    if len(devices) == 1 and wanted <= 1:
         return None
     try:
-        return meshes.make_mesh(data=config.data or -1, **sizes)
+        return meshes.make_mesh(data=config.data or -1, devices=devices, **sizes)
     except ValueError as error:
         raise UserError(str(error).replace("make_mesh", "mesh")) from None
 

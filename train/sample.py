@@ -2,7 +2,6 @@
 """Text written by a trained model."""
 
 import jax
-import numpy as np
 
 from mamba_jax.generation import generate
 from train.config import TrainConfig
@@ -16,13 +15,13 @@ def write_sample(
     """Continues `config.sample.prompt` as if it began a document; the same text every time."""
     sample = config.sample
     prompt = [tokenizer.end_id, *tokenizer.encode(sample.prompt.encode()).tolist()]
-    tokens = generate(
+    generation = generate(
         model_with(config, params),
-        np.asarray([prompt], np.int32),
-        max_length=len(prompt) + sample.tokens,
+        [prompt],
+        max_new_tokens=sample.tokens,
         temperature=sample.temperature,
         top_p=sample.top_p,
         eos_token_id=tokenizer.end_id,
         key=jax.random.key(sample.seed),
     )
-    return tokenizer.decode([int(token) for token in np.asarray(tokens)[0]])
+    return tokenizer.decode(generation.row(0))

@@ -32,10 +32,11 @@ def test_demo_takes_a_layer(layer):
 
 
 def test_every_field_can_be_overridden_from_the_command_line():
-    config = parse(
+    arguments = (
         "demo --steps 7 --data.train a b --optimizer.schedule wsd --mesh.fsdp 2 --remat "
-        "--model.d-model 64 --model.ssm-cfg.d-state 16 --model.ssm_cfg.dt-limit 0 0.5".split()
+        "--model.d-model 64 --model.ssm-cfg.d-state 16 --model.ssm_cfg.dt-limit 0 0.5"
     )
+    config = parse(arguments.split())
     assert config.steps == 7
     assert config.data.train == ("a", "b")
     assert config.optimizer.schedule == "wsd"
@@ -49,9 +50,8 @@ def test_every_field_can_be_overridden_from_the_command_line():
 
 
 def test_layer_options_the_preset_leaves_at_their_default_are_options_too():
-    config = parse(
-        "demo --layer Mamba3 --model.ssm-cfg.is-mimo --model.ssm-cfg.mimo-rank 2".split()
-    )
+    arguments = "demo --layer Mamba3 --model.ssm-cfg.is-mimo --model.ssm-cfg.mimo-rank 2"
+    config = parse(arguments.split())
     assert config.model.mixer.rank == 2
 
 

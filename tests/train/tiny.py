@@ -9,6 +9,7 @@ from train.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    MeshConfig,
     OptimizerConfig,
     SampleConfig,
     TrainConfig,
@@ -41,6 +42,8 @@ def config(directory: Path, text: str, **changes) -> TrainConfig:
         evaluation=EvaluationConfig(every=0, batches=2),
         checkpoint=CheckpointConfig(every=3, keep=2),
         sample=SampleConfig(tokens=0),
+        # The tests' process has eight devices; most runs need one.
+        mesh=MeshConfig(data=1),
         output=str(directory / "run"),
         steps=8,
         log_every=4,
