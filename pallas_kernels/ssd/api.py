@@ -12,6 +12,7 @@ from pallas_kernels.validation import Arg, check, check_groups, check_positive
 OPERATION = dispatch.Operation(
     "ssd",
     {
+        "mosaic": "pallas_kernels.ssd.mosaic",
         "xla": "pallas_kernels.ssd.xla",
         "reference": "pallas_kernels.ssd.reference",
     },
