@@ -10,9 +10,18 @@ y = block(x)  # (b, t, 256) -> (b, t, 256)
 
 from mamba_jax.cache import init_cache
 from mamba_jax.config import MambaConfig
+from mamba_jax.generation.generate import generate
 from mamba_jax.mixers.mamba import Mamba
 from mamba_jax.mixers.mamba2 import Mamba2
 from mamba_jax.mixers.mamba3 import Mamba3
 from mamba_jax.model import MambaLMHeadModel
 
-__all__ = ["Mamba", "Mamba2", "Mamba3", "MambaConfig", "MambaLMHeadModel", "init_cache"]
+__all__ = [
+    "Mamba",
+    "Mamba2",
+    "Mamba3",
+    "MambaConfig",
+    "MambaLMHeadModel",
+    "generate",
+    "init_cache",
+]

@@ -145,6 +145,7 @@ def test_the_public_surface_is_frozen():
         "Mamba3",
         "MambaConfig",
         "MambaLMHeadModel",
+        "generate",
         "init_cache",
     }
     assert set(pallas_kernels.__all__) == {
