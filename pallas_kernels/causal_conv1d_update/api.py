@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.causal_conv1d.api import canonical_activation
+from pallas_kernels.causal_conv1d.checks import canonical_activation
 from pallas_kernels.validation import Arg, check
 
 OPERATION = dispatch.Operation(

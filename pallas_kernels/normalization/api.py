@@ -211,7 +211,7 @@ def _gated(op, x, weight, bias, z, eps, group_size) -> dict:
     check_positive(op, "group_size", group_size)
     if group_size is not None and f % group_size:
         raise ValueError(f"{op}: group_size must divide f={f}; got {group_size}")
-    arguments = _arrays(x=x, residual=None, z=z, weight=weight, bias=bias)
+    arguments = _arrays({"x": x, "residual": None, "z": z, "weight": weight, "bias": bias})
     return arguments | {"eps": eps, "group_size": group_size or f, "total_dtype": None}
 
 
@@ -221,7 +221,7 @@ def _added(op, x, residual, weight, bias, eps, residual_dtype) -> dict:
     total_dtype = jnp.dtype(residual_dtype)
     if not jnp.issubdtype(total_dtype, jnp.floating):
         raise TypeError(f"{op}: residual_dtype must be a real floating dtype; got {total_dtype}")
-    arguments = _arrays(x=x, residual=residual, z=None, weight=weight, bias=bias)
+    arguments = _arrays({"x": x, "residual": residual, "z": None, "weight": weight, "bias": bias})
     arguments |= {"eps": eps, "group_size": f, "total_dtype": total_dtype}
     return arguments | {"norm_before_gate": True}
 
@@ -243,5 +243,5 @@ def _check(op, x, other_name, other, weight, bias, eps) -> int:
     return sizes["f"]
 
 
-def _arrays(**arrays: Array | None) -> dict[str, Array | None]:
+def _arrays(arrays: dict[str, Array | None]) -> dict[str, Array | None]:
     return {name: None if v is None else jnp.asarray(v) for name, v in arrays.items()}
