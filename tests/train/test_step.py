@@ -105,7 +105,7 @@ def test_options_that_only_change_memory_or_speed_change_no_result(config, chang
 
 
 def test_bf16_compute_keeps_fp32_masters_and_nearly_the_loss(config):
-    wanted, wanted_metrics = one_step(config, batch())
+    _, wanted_metrics = one_step(config, batch())
     got, got_metrics = one_step(dataclasses.replace(config, compute_dtype="bfloat16"), batch())
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(got)}
     assert dtypes == {jnp.dtype("float32"), jnp.dtype("int32")}
