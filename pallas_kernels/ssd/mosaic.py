@@ -48,6 +48,9 @@ class Static(NamedTuple):
     interpret: object = None
 
 
+COMPILED = Static()
+
+
 def run(
     x: Float[Array, "b t h p"],
     dt: Float[Array, "b t h"],
@@ -63,7 +66,7 @@ def run(
     initial_state: Float[Array, "b h p n"] | None,
     num_documents: int | None,
     chunk_size: int | None,
-    static: Static = Static(),
+    static: Static = COMPILED,
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h p n"]]:
     """See `ssd`; `chunk_size` is always 64 here."""
     (b, t, h, p), n = x.shape, B.shape[3]

@@ -6,8 +6,8 @@ so that they leave the chip once. The states that enter the chunk (S, from the p
 gradients (R, from the future) come from `mosaic_states.py`. With dy the gradient of y,
 L[j, i] = 2^(p_i - p_j) for j <= i, e = 2^p, w = 2^(p_last - p):
 
-    u_j  = w_j R B_j + sum_i (B_j . C_i) L[j, i] dy_i          dx_j = step_j u_j + D dy_j
-    dB_j = sum_heads step_j w_j x_j R   + (dG' C)_j            dC_i = sum_heads e_i dy_i S + (dG B)_i
+    u_j  = w_j R B_j + sum_i (B_j . C_i) L[j, i] dy_i      dx_j = step_j u_j + D dy_j
+    dB_j = sum_heads step_j w_j x_j R + (dG' C)_j          dC_i = sum_heads e_i dy_i S + (dG B)_i
     dG   = sum_heads L[j, i] step_j (dy_i . x_j)
 
 Two warpgroups share a head: one holds B's side (tokens j down the rows), one C's side (tokens i).
@@ -67,6 +67,7 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
     g, n = B.shape[2:]
     count = h // g // config.splits
     stages = config.stages
+    split = 64 * pl.cdiv(n, 128)
 
     def body(x_g, dy_g, rows_g, B_g, C_g, S_g, R_g, *refs):
         refs = list(refs)
@@ -110,10 +111,15 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
             sums_g.at[bi, chunk, part * count + i, row][...] = values
 
         def save_state_product(i, slot, half):
-            columns = pl.ds(half * (n // 2), n // 2)
-            S = plgpu.load(S_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
-            R = plgpu.load(R_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
-            save(i, S_R_0 + half, jnp.sum(S * R, axis=1))
+            """S . R over one half of n; where n has no two tiles the first half is all of it."""
+            columns = pl.ds(0, split) if half == 0 else pl.ds(split, n - split)
+            if columns.size == 0:
+                product = plgpu.layout_cast(jnp.zeros((P,), FLOAT), tiles.ROWS)
+            else:
+                S = plgpu.load(S_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
+                R = plgpu.load(R_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
+                product = jnp.sum(S * R, axis=1)
+            save(i, S_R_0 + half, product)
 
         def decays(row, rows_axis, causal):
             """L with the tokens of `rows_axis` down the rows; the row of p serves both axes."""
