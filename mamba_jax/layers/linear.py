@@ -49,9 +49,13 @@ class Linear(nnx.Module):
         kernel = (kernel_init or default)(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = parameter(kernel, axes, weight_decay=True)
         draw_bias = bias_init or default
+        # Vectors as wide as the residual stream stay whole: sharding them would save nothing.
+        bias_axes = (None if axes[1] == "embed" else axes[1],)
         self.bias = (
             parameter(
-                draw_bias(rngs.params(), (out_features,), param_dtype), axes[1:], weight_decay=False
+                draw_bias(rngs.params(), (out_features,), param_dtype),
+                bias_axes,
+                weight_decay=False,
             )
             if bias
             else None
@@ -70,7 +74,7 @@ class Linear(nnx.Module):
         if self.axes[0] == "embed":
             return column_parallel(x, {"y": kernel}, {"y": self.axes[1]})["y"]
         if self.axes[1] == "embed":
-            return row_parallel(x, kernel)
+            return row_parallel(x, kernel, self.axes[0])
         return x @ kernel
 
     def add_bias(self, y: Float[Array, "*batch o"]) -> Float[Array, "*batch o"]:

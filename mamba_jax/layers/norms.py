@@ -71,9 +71,9 @@ class AddNorm(nnx.Module):
         eps: float = 1e-5,
         param_dtype: jnp.dtype = jnp.float32,
     ):
-        self.weight = parameter(jnp.ones((features,), param_dtype), ("embed",), weight_decay=False)
+        self.weight = parameter(jnp.ones((features,), param_dtype), (None,), weight_decay=False)
         zeros = jnp.zeros((features,), param_dtype)
-        self.bias = None if rms_norm else parameter(zeros, ("embed",), weight_decay=False)
+        self.bias = None if rms_norm else parameter(zeros, (None,), weight_decay=False)
         self.rms_norm = rms_norm
         self.eps = eps
 

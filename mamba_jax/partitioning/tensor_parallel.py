@@ -9,7 +9,7 @@ so the backward pass is the mirror image. Without a mesh, or where the tokens do
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,28 @@ from jax.sharding import PartitionSpec
 from mamba_jax.array_types import Array, Float, Int
 from mamba_jax.partitioning import rules
 
-_TENSOR, _SEQUENCE = "tensor", "sequence"
-_CUT = PartitionSpec(None, (_SEQUENCE, _TENSOR), None)
+_TENSOR, _SEQUENCE, _FSDP = "tensor", "sequence", "fsdp"
+
+
+class _Layout(NamedTuple):
+    """How a call's tokens lie on the mesh.
+
+    Attributes:
+      mesh: The ambient mesh.
+      batch: Mesh axes of the batch; None when they do not divide it.
+    """
+
+    mesh: Any
+    batch: Any
+
+    @property
+    def cut(self) -> PartitionSpec:
+        """(b, t, d) with its tokens cut over sequence and tensor."""
+        return PartitionSpec(self.batch, (_SEQUENCE, _TENSOR), None)
+
+    def whole(self, axis: str | None) -> PartitionSpec:
+        """(b, t, channels) with all tokens of this device's piece, channels over `axis`."""
+        return PartitionSpec(self.batch, _SEQUENCE, axis)
 
 
 def column_parallel(
@@ -37,51 +57,56 @@ def column_parallel(
     Returns:
       Name → x @ kernel, (b, t, out), each device holding its columns of all its row's tokens.
     """
-    mesh = tokens_mesh(x)
-    if mesh is None:
+    layout = _layout(x, 3)
+    if layout is None:
         return {name: x @ kernel for name, kernel in kernels.items()}
-    columns = {
-        name: rules.parameter_spec((None, out_axes[name]), kernel.shape, mesh)[1]
+    specs = {
+        name: rules.parameter_spec(("embed", out_axes[name]), kernel.shape, layout.mesh)
         for name, kernel in kernels.items()
     }
 
     def local(x: Array, kernels: dict[str, Array]) -> dict[str, Array]:
         x = jax.lax.all_gather(x, _TENSOR, axis=1, tiled=True)
-        return {name: x @ kernel for name, kernel in kernels.items()}
+        return {name: x @ _gathered(kernel, specs[name]) for name, kernel in kernels.items()}
 
     return jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=(_CUT, {name: PartitionSpec(None, axis) for name, axis in columns.items()}),
-        out_specs={name: PartitionSpec(None, _SEQUENCE, axis) for name, axis in columns.items()},
-        axis_names={_SEQUENCE, _TENSOR},
+        mesh=layout.mesh,
+        in_specs=(layout.cut, specs),
+        out_specs={name: layout.whole(spec[1]) for name, spec in specs.items()},
         check_vma=False,
     )(x, dict(kernels))
 
 
-def row_parallel(x: Float[Array, "b t e"], kernel: Float[Array, "e d"]) -> Float[Array, "b t d"]:
+def row_parallel(
+    x: Float[Array, "b t e"], kernel: Float[Array, "e d"], in_axis: str | None
+) -> Float[Array, "b t d"]:
     """Multiplies x by a kernel whose rows are sharded, and adds up what the devices have.
 
     Args:
       x: (b, t, e), float. Input; under a mesh each device holds its channels.
       kernel: (e, d), in the dtype of x.
+      in_axis: Logical name of the input axis.
 
     Returns:
       x @ kernel, (b, t, d); under a mesh its tokens are cut over sequence and tensor.
     """
-    mesh = tokens_mesh(x)
-    if mesh is None or x.shape[-1] % mesh.shape[_TENSOR]:
+    layout = _layout(x, 3)
+    if layout is None:
+        return x @ kernel
+    spec = rules.parameter_spec((in_axis, "embed"), kernel.shape, layout.mesh)
+    if spec[0] is None:
         return x @ kernel
 
     def local(x: Array, kernel: Array) -> Array:
-        return jax.lax.psum_scatter(x @ kernel, _TENSOR, scatter_dimension=1, tiled=True)
+        y = x @ _gathered(kernel, spec)
+        return jax.lax.psum_scatter(y, _TENSOR, scatter_dimension=1, tiled=True)
 
     return jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(None, _SEQUENCE, _TENSOR), PartitionSpec(_TENSOR, None)),
-        out_specs=_CUT,
-        axis_names={_SEQUENCE, _TENSOR},
+        mesh=layout.mesh,
+        in_specs=(layout.whole(spec[0]), spec),
+        out_specs=layout.cut,
         check_vma=False,
     )(x, kernel)
 
@@ -98,33 +123,49 @@ def vocab_parallel_lookup(
     Returns:
       (b, t, d), dtype of weight; under a mesh its tokens are cut over sequence and tensor.
     """
-    mesh = tokens_mesh(ids)
-    if mesh is None or weight.shape[0] % mesh.shape[_TENSOR]:
+    layout = _layout(ids, 2)
+    if layout is None:
+        return _lookup(ids, weight, jnp.nan)
+    spec = rules.parameter_spec(("vocab", "embed"), weight.shape, layout.mesh)
+    if spec[0] is None:
         return _lookup(ids, weight, jnp.nan)
 
     def local(ids: Array, weight: Array) -> Array:
         first = jax.lax.axis_index(_TENSOR) * weight.shape[0]
-        rows = _lookup(ids - first, weight, 0)
+        rows = _lookup(ids - first, _gathered(weight, spec), 0)
         return jax.lax.psum_scatter(rows, _TENSOR, scatter_dimension=1, tiled=True)
 
     found = jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(None, _SEQUENCE), PartitionSpec(_TENSOR, None)),
-        out_specs=_CUT,
-        axis_names={_SEQUENCE, _TENSOR},
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(layout.batch, _SEQUENCE), spec),
+        out_specs=layout.cut,
         check_vma=False,
     )(ids, weight)
     return jnp.where(((ids >= 0) & (ids < weight.shape[0]))[..., None], found, jnp.nan)
 
 
-def tokens_mesh(x: Array) -> Any:
-    """The ambient mesh if the tokens of x, (b, t, ...), can be cut over sequence and tensor."""
+def _layout(x: Array, ndim: int) -> _Layout | None:
+    """How x, (b, t, ...) of `ndim` axes, lies on the ambient mesh.
+
+    None sends the caller to a plain product: no mesh, one that shards no parameter, one token at a
+    time, or a number of tokens that the mesh does not divide.
+    """
     mesh = rules.ambient_mesh()
-    if mesh is None or mesh.shape[_TENSOR] == 1 or x.ndim < 2:
+    if mesh is None or mesh.shape[_TENSOR] * mesh.shape[_FSDP] == 1 or x.ndim != ndim:
         return None
-    pieces = mesh.shape[_TENSOR] * mesh.shape[_SEQUENCE]
-    return mesh if x.shape[1] % pieces == 0 else None
+    if x.shape[1] % (mesh.shape[_TENSOR] * mesh.shape[_SEQUENCE]):
+        return None
+    batch = rules.ACTIVATIONS["batch"]
+    return _Layout(mesh, None if x.shape[0] % rules.axis_size(mesh, batch) else batch)
+
+
+def _gathered(kernel: Array, spec: PartitionSpec) -> Array:
+    """Makes whole the axis that fsdp shards; the transpose scatters the gradient's sum."""
+    for axis, name in enumerate(spec):
+        if name == _FSDP and jax.lax.axis_size(_FSDP) > 1:
+            return jax.lax.all_gather(kernel, _FSDP, axis=axis, tiled=True)
+    return kernel
 
 
 def _lookup(ids: Array, weight: Array, outside: float) -> Array:

@@ -171,7 +171,10 @@ def test_initialising_on_the_mesh_gives_the_same_model():
 def test_parameter_memory_falls_with_the_mesh(fsdp, tensor):
     """Matrices, most of a real model, shrink by fsdp · tensor; vectors stay."""
     config = MambaConfig(
-        d_model=256, n_layer=1, vocab_size=512, ssm_cfg={"layer": "Mamba2", "headdim": 32}
+        d_model=256,
+        n_layer=1,
+        vocab_size=512,
+        ssm_cfg={"layer": "Mamba2", "headdim": 32, "d_state": 16, "ngroups": 8},
     )
     lm = MambaLMHeadModel(config, rngs=nnx.Rngs(0))
     whole = addressable_bytes(nnx.state(lm))
