@@ -4,6 +4,7 @@
 import io
 import json
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -71,11 +72,8 @@ def test_flops_of_a_small_mamba2_by_hand(tmp_path):
 def test_flops_of_a_large_model_are_six_per_weight_and_token():
     model = MambaConfig(d_model=768, n_layer=24, vocab_size=50277, ssm_cfg={"layer": "Mamba2"})
     state = step.abstract_state(TrainConfig(model=model))
-    weights = sum(leaf.size for leaf in _leaves(state["params"]))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     assert flops.flops_per_token(model, state["params"], 2048) == pytest.approx(
         6 * weights, rel=0.1
     )
 
-
-def _leaves(tree):
-    return [tree] if not isinstance(tree, dict) else sum(map(_leaves, tree.values()), [])

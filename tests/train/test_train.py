@@ -187,7 +187,7 @@ def test_losses_do_not_depend_on_the_mesh(whole, tmp_path):
     config = dataclasses.replace(
         config, output=str(tmp_path / "run"), mesh=mesh, sample=SampleConfig(tokens=0)
     )
-    place, shown = run(config)
+    place, _ = run(config)
     wanted, got = losses(folder), losses(place)
     np.testing.assert_allclose([got[s] for s in wanted], list(wanted.values()), rtol=1e-4)
 

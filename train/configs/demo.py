@@ -22,7 +22,7 @@ _MIXER_OPTIONS = {
     "Mamba2": {"d_state": 32, "headdim": 32, "chunk_size": 64},
     "Mamba3": {"d_state": 32, "headdim": 32, "chunk_size": 64},
 }
-_STEPS = {"Mamba1": 300, "Mamba2": 300, "Mamba3": 300}
+_STEPS = {"Mamba1": 250, "Mamba2": 250, "Mamba3": 250}
 
 
 def config(layer: str = "Mamba2") -> TrainConfig:
@@ -36,11 +36,11 @@ def config(layer: str = "Mamba2") -> TrainConfig:
             vocab_size=257,
             ssm_cfg={"layer": layer, **_MIXER_OPTIONS[layer]},
         ),
-        data=DataConfig(train=("python-stdlib",), seq_len=256, batch_size=8),
+        data=DataConfig(train=("python-stdlib",), seq_len=256, batch_size=4),
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=20),
-        evaluation=EvaluationConfig(every=100, batches=10),
+        evaluation=EvaluationConfig(every=50, batches=10),
         checkpoint=CheckpointConfig(every=100, keep=2),
         sample=SampleConfig(prompt="def ", tokens=400),
         steps=_STEPS[layer],
-        log_every=10,
+        log_every=25,
     )
