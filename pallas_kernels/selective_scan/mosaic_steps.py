@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Mosaic GPU kernels of `selective_scan` share: a lane's arithmetic and the tiles' shapes.
+
+One warpgroup owns `CHANNELS` neighbouring channels, one per lane; the n states of a channel are n
+registers of its lane. Every value below is a vector over the lanes. Times are cut into tiles of
+`TILE` tokens, the unit of a copy to shared memory, and tiles into groups of `GROUP` tokens whose
+loads are all issued before any store, since the compiler moves no load above a store.
+
+Per tile and group of channels there is one row of `2 n (+ 4)` float32 a token: B, C and, where the
+call has padding or documents, [restart, real, 0, 0] with restart 0 or `RESTART` (added to the
+exponent of the decays: it forgets everything) and real 1 or 0.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHANNELS = 128
+TILE = 16
+GROUP = 4
+RESTART = -1e30
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+# log(1 + u) by its series below this u: the hardware's logarithm has an absolute error there.
+_SMALL = 0.0625
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The sizes of one launch; every array is already padded to them.
+
+    Attributes:
+      b, t, e, n: As in `selective_scan`; t a multiple of TILE, e of CHANNELS.
+      blocks_per_group: Blocks of channels that share a group's B and C.
+      segments: Pieces the sequence is cut into, all worked on at once.
+      has_z, softplus, has_flags: Which optional parts the call has.
+    """
+
+    b: int
+    t: int
+    e: int
+    n: int
+    blocks_per_group: int
+    segments: int
+    has_z: bool
+    softplus: bool
+    has_flags: bool
+
+    @property
+    def blocks(self) -> int:
+        return self.e // CHANNELS
+
+    @property
+    def tiles(self) -> int:
+        return self.t // TILE
+
+    @property
+    def tiles_per_segment(self) -> int:
+        return -(-self.tiles // self.segments)
+
+    @property
+    def row(self) -> int:
+        """Numbers a token has in the array of B, C and flags."""
+        return 2 * self.n + (4 if self.has_flags else 0)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (self.blocks, self.segments, self.b)
+
+
+GRID_NAMES = ("block", "segment", "row")
+
+
+def lanes() -> plgpu.Layout:
+    """The layout of a vector with one channel per lane."""
+    return plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
+
+
+def load(ref) -> jax.Array:
+    """Loads a vector over the lanes, as float32."""
+    return plgpu.load(ref, layout=lanes()).astype(jnp.float32)
+
+
+def full(value: float) -> jax.Array:
+    """A vector over the lanes with one value."""
+    return plgpu.layout_cast(jnp.full((CHANNELS,), value, jnp.float32), lanes())
+
+
+def softplus(v: jax.Array) -> jax.Array:
+    """log(1 + exp(v)), accurate in relative terms also where it is small."""
+    u = jnp.exp2(jnp.abs(v) * -LOG2E)
+    series = u * (1.0 + u * (-1 / 2 + u * (1 / 3 + u * (-1 / 4 + u * (1 / 5)))))
+    return jnp.maximum(v, 0.0) + jnp.where(u < _SMALL, series, jnp.log(1.0 + u))
+
+
+def softplus_slope(step: jax.Array) -> jax.Array:
+    """Derivative of softplus where its value is `step`: 1 - exp(-step)."""
+    series = step * (1.0 + step * (-1 / 2 + step * (1 / 6 + step * (-1 / 24 + step * (1 / 120)))))
+    return jnp.where(step < 0.125, series, 1.0 - jnp.exp2(step * -LOG2E))
+
+
+def sigmoid(v: jax.Array) -> jax.Array:
+    """1 / (1 + exp(-v)); the exponent is bounded so that nothing overflows."""
+    return 1.0 / (1.0 + jnp.exp2(jnp.minimum(v * -LOG2E, 126.0)))
+
+
+def step_size(dt: jax.Array, bias: jax.Array, plan: Plan, real: jax.Array | None) -> jax.Array:
+    """The step of a token: dt + dt_bias, through softplus if asked, and 0 for padding."""
+    step = dt + bias
+    step = softplus(step) if plan.softplus else step
+    return step if real is None else step * real
+
+
+def decay(step: jax.Array, rate: jax.Array, restart: jax.Array | None) -> jax.Array:
+    """exp(step * A), with rate = A * log2(e); 0 where a document starts."""
+    exponent = step * rate if restart is None else step * rate + restart
+    return jnp.exp2(exponent)
+
+
+def flags(rows_s, slot, token, plan: Plan) -> tuple[jax.Array | None, jax.Array | None]:
+    """(restart, real) of a token, scalars; None where the call has neither."""
+    if not plan.has_flags:
+        return None, None
+    return rows_s[slot, token, 2 * plan.n], rows_s[slot, token, 2 * plan.n + 1]
+
+
+def block_indices() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(row of the batch, block of channels, segment) of this program."""
+    return lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("segment")
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    # Without the automatic barriers (two per token): a lane reads and writes shared memory of its
+    # own channel only, and whatever crosses lanes stands behind an explicit commit.
+    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
