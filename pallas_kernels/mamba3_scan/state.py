@@ -10,7 +10,7 @@ class Mamba3State(NamedTuple):
     """State of the Mamba-3 recurrence after a token; zeros before the first.
 
     The trapezoidal rule weighs a token's input twice: when it comes, and again together with the
-    next token. So the state holds that token's B and x beside `ssm`, which has only its first share.
+    next one. So the state holds that token's B and x beside `ssm`, which has its first share only.
     Its size does not depend on how many tokens came.
 
     Attributes:

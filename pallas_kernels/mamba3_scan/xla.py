@@ -62,7 +62,9 @@ def run(
         *(v.dtype for v in jax.tree.leaves(initial_state)),
     )
     parameters = jax.tree.map(lambda v: v.astype(wide), parameters)
-    state = _per_document(initial_state, (b, num_documents or 1, h, p, n, r, angles.shape[-1]), wide)
+    state = _per_document(
+        initial_state, (b, num_documents or 1, h, p, n, r, angles.shape[-1]), wide
+    )
 
     layout = _layout(x, r, norm_eps, chunk_size, one_chunk=num_documents is not None)
     tokens = {"x": x, "z": z, "B": B, "C": C, "angles": angles}
@@ -89,7 +91,9 @@ def run(
     return y, final if num_documents else jax.tree.map(lambda v: v[:, 0], final)
 
 
-def _weigh(seq_idx, one_document, wide, *, dt, log_decay, trap, **tokens) -> tuple[Tokens, Marks, Any]:
+def _weigh(
+    seq_idx, one_document, wide, *, dt, log_decay, trap, **tokens
+) -> tuple[Tokens, Marks, Any]:
     """Splits every token's step size between its own output and, through the next, later ones.
 
     Returns the tokens of the loop, their marks, and the share of dt that looks back.
@@ -140,7 +144,7 @@ def _final_state(
     initial: Mamba3State, leaving: Carry, tokens: Tokens, span: Span, parameters: Parameters
 ) -> Mamba3State:
     """The states after the loop, with each document's last B and x."""
-    b, s, r, h, n = initial.B.shape
+    (b, s), h = initial.B.shape[:2], initial.B.shape[3]
     row = jnp.arange(b)[:, None]
     # The angle after a document's last token is the document's final angle.
     B = tokens.B[row, span.last].astype(initial.B.dtype)
@@ -176,7 +180,9 @@ def _per_document(state: Mamba3State | None, sizes: tuple[int, ...], wide: Any) 
     return Mamba3State(*(array.astype(wide).reshape(shape) for array, shape in arrays))
 
 
-def _layout(x: Array, rank: int, norm_eps: float, chunk_size: int | None, one_chunk: bool) -> Layout:
+def _layout(
+    x: Array, rank: int, norm_eps: float, chunk_size: int | None, one_chunk: bool
+) -> Layout:
     device = devices.target_device()
     b, t, h, _ = x.shape
     # Rows of the products are tokens times ranks.

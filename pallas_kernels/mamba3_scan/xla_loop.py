@@ -76,7 +76,11 @@ def _backward(layout, saved, cotangents):
         dtokens = jax.tree.map(lambda into, value: _write(layout, into, value, i), dtokens, dhere)
         return (dparameters, _put(dstates, slot, dentering), dtokens), None
 
-    start = (jax.tree.map(jnp.zeros_like, parameters), dstates, jax.tree.map(jnp.zeros_like, tokens))
+    start = (
+        jax.tree.map(jnp.zeros_like, parameters),
+        dstates,
+        jax.tree.map(jnp.zeros_like, tokens),
+    )
     inputs = (jnp.arange(num_steps), slots, entering)
     (dparameters, dstates, dtokens), _ = jax.lax.scan(step, start, inputs, reverse=True)
     return dparameters, dstates, dtokens, None, None

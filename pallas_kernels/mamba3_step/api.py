@@ -11,6 +11,7 @@ from pallas_kernels.validation import Arg, check
 OPERATION = dispatch.Operation(
     "mamba3_step",
     {
+        "xla": "pallas_kernels.mamba3_step.xla",
         "reference": "pallas_kernels.mamba3_step.reference",
     },
 )
