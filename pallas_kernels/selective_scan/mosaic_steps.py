@@ -136,4 +136,10 @@ def block_indices() -> tuple[jax.Array, jax.Array, jax.Array]:
 def compiler_params() -> plgpu.CompilerParams:
     # Without the automatic barriers (two per token): a lane reads and writes shared memory of its
     # own channel only, and whatever crosses lanes stands behind an explicit commit.
-    return plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+    # Lane semantics take the layouts as written here; the search for layouts of the other kind grows
+    # with the square of the unrolled code (minutes for the backward kernel) and finds the same.
+    return plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
