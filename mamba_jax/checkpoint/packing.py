@@ -90,18 +90,18 @@ def file_tensors(model: MambaLMHeadModel) -> list[FileTensor]:
 
     A tied head is left out: it is the embedding under another name.
     """
-    tensors = list(_tensors(model.embedding, ("embedding",), "backbone.embedding", None))
+    tensors = list(module_tensors(model.embedding, ("embedding",), "backbone.embedding", None))
     for run, (_, first, count) in enumerate(model.config.runs):
         for layer in range(count):
             name = f"backbone.layers.{first + layer}"
-            tensors += _tensors(model.runs[run], ("runs", run), name, layer)
-    tensors += _tensors(model.norm_f, ("norm_f",), "backbone.norm_f", None)
+            tensors += module_tensors(model.runs[run], ("runs", run), name, layer)
+    tensors += module_tensors(model.norm_f, ("norm_f",), "backbone.norm_f", None)
     if model.lm_head is not None:
-        tensors += _tensors(model.lm_head, ("lm_head",), "lm_head", None)
+        tensors += module_tensors(model.lm_head, ("lm_head",), "lm_head", None)
     return tensors
 
 
-def _tensors(
+def module_tensors(
     module: Any, path: ParameterPath, name: str, layer: int | None
 ) -> Iterator[FileTensor]:
     """The tensors of a module and those below it."""
@@ -138,7 +138,7 @@ def _tensors(
                     yield from tensor("out_proj.weight", "transposed", 1, *halves)
                     yield from tensor("out_proj.bias", "same", 0, ("out_proj", "bias"))
                 elif isinstance(child, nnx.Module) and key != "out_proj_mlp":
-                    yield from _tensors(child, (*path, key), f"{name}.{key}", layer)
+                    yield from module_tensors(child, (*path, key), f"{name}.{key}", layer)
 
 
 def _find(module: Any, member: tuple[str, ...]) -> nnx.Param | None:

@@ -40,15 +40,20 @@ CONFIGS = {
 
 
 def model(name: str, **options) -> MambaLMHeadModel:
+    """The model of CONFIGS[name], shaken."""
+    return shaken(CONFIGS[name], **options)
+
+
+def shaken(config: MambaConfig, **options) -> MambaLMHeadModel:
     """A model whose parameters are all away from their special initial values (0 and 1)."""
-    built = MambaLMHeadModel(CONFIGS[name], rngs=nnx.Rngs(0), **options)
+    built = MambaLMHeadModel(config, rngs=nnx.Rngs(0), **options)
     keys = iter(jax.random.split(jax.random.key(1), 1000))
 
     def shake(value):
         return value + 0.1 * jax.random.normal(next(keys), value.shape, value.dtype)
 
     graph, state = nnx.split(built)
-    return nnx.merge(graph, jax.tree.map(shake, state))
+    return nnx.merge(graph, jax.jit(lambda state: jax.tree.map(shake, state))(state))
 
 
 def ids(batch: int, time: int, vocab: int = 61, seed: int = 0) -> jnp.ndarray:

@@ -16,24 +16,30 @@ from mamba_jax.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mamba_jax.partitioning.mesh import make_mesh
 from mamba_jax.partitioning.replicas import unequal_replicas
 from mamba_jax.partitioning.rules import addressable_bytes, shard_model, sharded_init
-from tests.mamba_jax.models import CONFIGS, ids, model
+from tests.mamba_jax.models import CONFIGS, ids, model, shaken
 from tests.tolerances import assert_close
 
 TOLERANCE = 1e-5
 NAMES = ["Mamba1", "Mamba2", "Mamba3", "Mamba3-mimo", "hybrid"]
+EVERY_AXIS = {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2}
+LONG = {"sequence": 8, "data": 1}
+# Each mesh axis alone where it does most, and every model on all axes at once;
+# `python -m benchmarks.partitioning` runs the full table.
 MESHES = [
-    {"data": 8},
-    {"fsdp": 8, "data": 1},
-    {"tensor": 2},
-    {"sequence": 2},
-    {"sequence": 8, "data": 1},
-    {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2},
+    *(
+        ("Mamba2", sizes)
+        for sizes in ({"data": 8}, {"fsdp": 8, "data": 1}, {"tensor": 8, "data": 1})
+    ),
+    *((name, LONG) for name in ("Mamba1", "Mamba2", "Mamba3-mimo")),
+    *((name, EVERY_AXIS) for name in NAMES),
 ]
 TIME = 16
 
 
-def mesh_id(sizes):
-    return "-".join(f"{name}{size}" for name, size in sizes.items())
+def mesh_id(value):
+    if isinstance(value, str):
+        return value
+    return "-".join(f"{name}{size}" for name, size in value.items())
 
 
 def loss(lm, tokens, seq_idx=None):
@@ -62,8 +68,7 @@ def assert_same_on_mesh(lm, mesh, tokens, seq_idx=None):
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("sizes", MESHES, ids=mesh_id)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "sizes"), MESHES, ids=mesh_id)
 def test_logits_and_gradients_equal_one_devices(name, sizes):
     assert_same_on_mesh(model(name), make_mesh(**sizes), ids(8, TIME))
 
@@ -105,8 +110,7 @@ def test_a_cache_crosses_meshes(name):
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("tensor", [2, 4, 8])
-@pytest.mark.parametrize("ngroups", [1, 2, 8])
+@pytest.mark.parametrize(("ngroups", "tensor"), [(1, 2), (2, 4), (8, 4)])
 def test_groups_follow_their_heads(ngroups, tensor):
     """Fewer groups than devices are replicated, as many or more are cut with the heads."""
     config = MambaConfig(
@@ -115,8 +119,7 @@ def test_groups_follow_their_heads(ngroups, tensor):
         vocab_size=64,
         ssm_cfg={"layer": "Mamba2", "d_state": 4, "headdim": 8, "ngroups": ngroups},
     )
-    lm = MambaLMHeadModel(config, rngs=nnx.Rngs(0))
-    assert_same_on_mesh(lm, make_mesh(tensor=tensor), ids(8, TIME))
+    assert_same_on_mesh(shaken(config), make_mesh(tensor=tensor), ids(8, TIME))
 
 
 @pytest.mark.multidevice
