@@ -10,6 +10,7 @@ from pallas_kernels.validation import Arg, check, check_groups, check_positive
 OPERATION = dispatch.Operation(
     "selective_scan",
     {
+        "mosaic": "pallas_kernels.selective_scan.mosaic",
         "xla": "pallas_kernels.selective_scan.xla",
         "reference": "pallas_kernels.selective_scan.reference",
     },
@@ -54,7 +55,7 @@ def selective_scan(
       A: (e, n), float32 or complex64. Decay rate per unit step; its real part is negative.
       B: (b, t, n), (b, t, g, n), or (e, n) when the same for every token; float, or complex if A
         is. Input map; channel i reads group i * g // e.
-      C: Output map; shapes, dtypes and grouping as B, chosen independently of B's.
+      C: (b, t, n), (b, t, g, n) or (e, n), chosen independently of B's. Output map, grouped alike.
       D: (e,), float. Skip weight; no skip when omitted.
       z: (b, t, e), float, dtype of x. Gate; none when omitted.
       dt_bias: (e,), float. Added to dt in float32; zero when omitted.

@@ -35,6 +35,9 @@ def run(
     real = jnp.result_type(jnp.float32, *_real_dtypes(x, dt, A, B, C, D, z, dt_bias, initial_state))
     wide = jnp.result_type(real, A.dtype)
     A, B, C = A.astype(wide), _over_time(B, b, t, wide), _over_time(C, b, t, wide)
+    if seq_idx is not None:
+        # Nothing that padding holds reaches a sum or a gradient, not even NaN.
+        x, dt, z, B, C = (_zero_padding(seq_idx, values) for values in (x, dt, z, B, C))
     step = dt.astype(real) + (0 if dt_bias is None else dt_bias.astype(real)[None, None])
     step = jax.nn.softplus(step) if dt_softplus else step
     documents = jnp.zeros((b, t), jnp.int32) if seq_idx is None else seq_idx
@@ -84,3 +87,10 @@ def _over_time(
     if weights.ndim == 2:
         weights = jnp.broadcast_to(weights[None, None], (b, t, *weights.shape))
     return weights.astype(dtype)
+
+
+def _zero_padding(seq_idx: Int[Array, "b t"], values: Array | None) -> Array | None:
+    if values is None:
+        return None
+    is_real = (seq_idx >= 0).reshape(*seq_idx.shape, *[1] * (values.ndim - 2))
+    return jnp.where(is_real, values, 0)

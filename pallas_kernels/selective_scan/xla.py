@@ -51,20 +51,20 @@ def run(
     length = min(t, chunk_size or _chunk_size(b * e * n, associative))
     groups = next((weights.shape[2] for weights in (B, C) if weights.ndim == 4), 1)
 
-    skip = x.astype(real)
-    step = dt.astype(real) + (0 if dt_bias is None else dt_bias.astype(real)[None, None])
-    step = jax.nn.softplus(step) if dt_softplus else step
-    inner, starts, documents = skip, None, None
+    starts, documents = None, None
     if seq_idx is not None:
         found = packing.resolve(seq_idx)
-        # A step of 0 leaves the state alone; zeros keep whatever padding holds out of every sum.
-        inner, step, B, C = (
-            v if v.ndim == 2 else _where(found.is_real, v) for v in (inner, step, B, C)
-        )
+        # Zeros keep whatever padding holds, even NaN, out of every sum and gradient.
+        x, dt, z, B, C = (_real_tokens(found, v) for v in (x, dt, z, B, C))
         if num_documents is None:
             starts = _chunked(found.starts, length)
         else:
             documents = _documents(seq_idx, found, num_documents, length)
+    inner = x.astype(real)
+    step = dt.astype(real) + (0 if dt_bias is None else dt_bias.astype(real)[None, None])
+    step = jax.nn.softplus(step) if dt_softplus else step
+    # A step of 0 leaves the state as it is.
+    step = step if seq_idx is None else _real_tokens(found, step)
 
     y, state = recurrence.run(
         associative,
@@ -80,9 +80,9 @@ def run(
         ),
     )
     y = jnp.moveaxis(y.reshape(-1, b, e), 0, 1)[:, :t]
-    y = y if D is None else y + skip * D.astype(real)[None, None]
+    y = y if D is None else y + inner * D.astype(real)[None, None]
     y = y if z is None else y * jax.nn.silu(z.astype(real))
-    y = y if seq_idx is None else _where(found.is_real, y)
+    y = y if seq_idx is None else _real_tokens(found, y)
     state = jnp.swapaxes(state, -1, -2)
     return y.astype(x.dtype), state.reshape(*state.shape[:-3], e, n)
 
@@ -138,6 +138,9 @@ def _initial(
     return _by_group(state.astype(dtype), groups)
 
 
-def _where(rows: Array, values: Array) -> Array:
-    """values at the chosen (b, t), else 0."""
-    return jnp.where(rows.reshape(*rows.shape, *[1] * (values.ndim - 2)), values, 0)
+def _real_tokens(found: packing.Packing, values: Array | None) -> Array | None:
+    """Values over (b, t) with zeros at padding; what has no time axis as it is."""
+    if values is None or values.ndim == 2:
+        return values
+    is_real = found.is_real.reshape(*found.is_real.shape, *[1] * (values.ndim - 2))
+    return jnp.where(is_real, values, 0)

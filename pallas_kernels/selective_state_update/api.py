@@ -66,9 +66,9 @@ def selective_state_update(
         real part is negative.
       B: (b, n) or (b, g, n); per head (b, g, n), float, or complex if A is. Input map; channel i
         of e reads group i * g // e, head i of h group i * g // h.
-      C: Output map; shape, dtype and grouping as B.
+      C: (b, n) or (b, g, n); per head (b, g, n); dtypes and grouping as B. Output map.
       D: (e,); per head (h,) or (h, p), float. Skip weight; no skip when omitted.
-      z: Gate; shape and dtype of x; none when omitted.
+      z: (b, e) or (b, h, p), shape and dtype of x. Gate; none when omitted.
       dt_bias: (e,); per head (h,) or (h, p), float. Added to dt in float32; zero when omitted.
       dt_softplus: Whether the step is softplus(dt + dt_bias) rather than dt + dt_bias.
       dt_limit: Smallest and largest step, dimensionless. The default sets no bound per channel,
