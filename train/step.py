@@ -9,6 +9,7 @@ State (all arrays; masters and moments fp32):
   bad_in_a_row  () int32, such steps since the last good one
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -153,8 +154,12 @@ def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return make_optimizer(config.optimizer, config.steps, marks)
 
 
+@functools.lru_cache(maxsize=4)
 def _abstract_model(config: TrainConfig) -> MambaLMHeadModel:
-    return nnx.eval_shape(lambda: make_model(config, jax.random.key(0)))
+    """The model's structure and shapes; kept, since tracing its construction takes a while."""
+    # `nnx.eval_shape` would look the logical axis names up in the mesh the run is on.
+    graph, shapes = jax.eval_shape(lambda: nnx.split(make_model(config, jax.random.key(0))))
+    return nnx.merge(graph, shapes)
 
 
 def _merge(config: TrainConfig) -> Callable[[dict], MambaLMHeadModel]:

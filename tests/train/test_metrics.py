@@ -76,4 +76,3 @@ def test_flops_of_a_large_model_are_six_per_weight_and_token():
     assert flops.flops_per_token(model, state["params"], 2048) == pytest.approx(
         6 * weights, rel=0.1
     )
-

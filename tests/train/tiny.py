@@ -38,7 +38,7 @@ def config(directory: Path, text: str, **changes) -> TrainConfig:
     run = TrainConfig(
         model=MODEL,
         data=DataConfig(train=(text,), seq_len=32, batch_size=4, validation_fraction=0.1),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
         evaluation=EvaluationConfig(every=0, batches=2),
         checkpoint=CheckpointConfig(every=3, keep=2),
         sample=SampleConfig(tokens=0),
