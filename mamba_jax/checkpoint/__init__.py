@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and runs on disk: `store.py` (a run's checkpoints), `pretrained.py` (published models)."""
+"""Weights and runs on disk: `store.py` (of a run), `pretrained.py` (of published models)."""
