@@ -46,14 +46,19 @@ def model(name: str, **options) -> MambaLMHeadModel:
 
 def shaken(config: MambaConfig, **options) -> MambaLMHeadModel:
     """A model whose parameters are all away from their special initial values (0 and 1)."""
-    built = MambaLMHeadModel(config, rngs=nnx.Rngs(0), **options)
-    keys = iter(jax.random.split(jax.random.key(1), 1000))
+    graph, state = nnx.split(MambaLMHeadModel(config, rngs=nnx.Rngs(0), **options))
 
-    def shake(value):
-        return value + 0.1 * jax.random.normal(next(keys), value.shape, value.dtype)
+    @jax.jit
+    def shake(state):
+        leaves, structure = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        moved = [
+            leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype)
+            for key, leaf in zip(keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, moved)
 
-    graph, state = nnx.split(built)
-    return nnx.merge(graph, jax.jit(lambda state: jax.tree.map(shake, state))(state))
+    return nnx.merge(graph, shake(state))
 
 
 def ids(batch: int, time: int, vocab: int = 61, seed: int = 0) -> jnp.ndarray:
