@@ -6,13 +6,16 @@ PYTHON ?= python3
 LAYER ?= Mamba2
 BIN := .venv/bin
 
-.PHONY: demo test lint kernels-check notebooks clean
+.PHONY: demo test test-all lint kernels-check notebooks clean
 
 demo: .venv/demo-installed
 	$(BIN)/python -m train demo --layer $(LAYER)
 
 test: .venv/test-installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: .venv/test-installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow'
 
 lint: .venv/test-installed
 	$(BIN)/ruff check .
