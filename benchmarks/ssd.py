@@ -2,10 +2,11 @@
 """`ssd` against the strongest JAX rival and plain XLA, side by side on one card.
 
     python -m benchmarks.ssd [--rows NAME ...] [--no-xla] [--out FILE]
+    python -m benchmarks.ssd --kernels [--rows NAME ...]      where our time goes
 
 Every time includes what the module hands over: raw dt, dt_bias and softplus, cumulative sums, D,
-arrays batch first. The rival is PyPI `jax-linear-attention` (its `mamba2_ssd`, the faster of its
-two ways to sum the gradients of B and C); without it installed its cells are empty.
+arrays batch first. The rival is PyPI `jax-linear-attention` (its `mamba2_ssd`, which was the
+faster with its gradients of B and C summed per group); without it installed its cells are empty.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
+from benchmarks.kernel_times import print_kernel_times
 from pallas_kernels import ssd
 from pallas_kernels.ssd.shapes import SHAPES
 
@@ -109,10 +111,18 @@ def contenders(no_xla):
     """Name → function of the arrays."""
     chosen = {"mosaic": ours("mosaic")}
     try:
-        chosen |= {"rival": rival(False), "rival_grouped": rival(True)}
+        chosen["rival"] = rival(grouped=True)
     except ImportError as error:
         print(f"rival not installed: {error}")
     return chosen if no_xla else chosen | {"xla": ours("xla")}
+
+
+def show_kernels(rows):
+    """Prints the kernels of our forward + backward with their times."""
+    run = ours("mosaic")
+    for row in rows:
+        arrays, cotangent = inputs(**SHAPES[row])
+        print_kernel_times(f"{row} forward + backward", with_gradient(run), arrays, cotangent)
 
 
 def main():
@@ -121,7 +131,10 @@ def main():
     parser.add_argument("--rows", nargs="*", default=ROWS, choices=sorted(SHAPES))
     parser.add_argument("--no-xla", action="store_true")
     parser.add_argument("--out", type=pathlib.Path, default=timing.RESULTS / "ssd.json")
+    parser.add_argument("--kernels", action="store_true")
     options = parser.parse_args()
+    if options.kernels:
+        return show_kernels(options.rows)
     results = {}
     print(f"{'':18}{'':15}{'fwd':>8}{'fwd+bwd':>9}   ms on {jax.devices()[0].device_kind}")
     for row in options.rows:

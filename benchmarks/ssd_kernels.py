@@ -19,6 +19,7 @@ from pallas_kernels.ssd import (
     mosaic_rows,
     mosaic_states,
 )
+from pallas_kernels.ssd.mosaic_sums import decay_rows
 from pallas_kernels.ssd.mosaic_tiles import Q
 from pallas_kernels.ssd.shapes import SHAPES
 
@@ -40,9 +41,8 @@ def variants(b, t, h, p, g, n):
     def prepare(dt, A, bias):
         limits = (0.0, float("inf"))
         step, decay = mosaic_rows.steps_and_decays(dt, A, bias, True, limits, None, None)
-        step, total = mosaic_rows.chunked(step), mosaic_rows.chunked(decay)
-        total = mosaic_rows.cumulative(total)
-        return mosaic_rows.forward_rows(step, total), mosaic_rows.backward_rows(step, total)
+        step, decay = mosaic_rows.chunked(step), mosaic_rows.chunked(decay)
+        return tuple(decay_rows(step, decay, for_backward=when) for when in (False, True))
 
     steps = arrays["dt"], arrays["A"], arrays["dt_bias"]
     forward_rows, backward_rows = prepare(*steps)
@@ -70,14 +70,13 @@ def variants(b, t, h, p, g, n):
 
                 yield f"states store={store} {config}", states, (x, forward_rows, B)
     S = R = jax.random.normal(jax.random.key(1), (b, chunks, h, p, n), jnp.bfloat16)
-    for splits in (1, 2, 4):
-        for stages in (2, 3):
-            config = mosaic_backward.Config(splits, stages)
+    for splits, stages, early in ((1, 2, False), (1, 2, True), (2, 2, False), (1, 3, False)):
+        config = mosaic_backward.Config(splits, stages, early)
 
-            def backward(*a, config=config):
-                return mosaic_backward.backward(*a, config)
+        def backward(*a, config=config):
+            return mosaic_backward.backward(*a, config)
 
-            yield f"backward {config}", backward, (x, dy, backward_rows, B, C, D, S, R)
+        yield f"backward {config}", backward, (x, dy, backward_rows, B, C, D, S, R)
 
 
 def main():

@@ -18,6 +18,7 @@ from pallas_kernels.ssd import mosaic_config, mosaic_rows
 from pallas_kernels.ssd.mosaic_backward import X_DY, backward
 from pallas_kernels.ssd.mosaic_forward import forward
 from pallas_kernels.ssd.mosaic_states import join_segments, states
+from pallas_kernels.ssd.mosaic_sums import decay_rows
 from pallas_kernels.ssd.mosaic_tiles import P, Q
 
 HEADDIMS = (32, 64, 128, 256)
@@ -108,15 +109,14 @@ def _forward(static, x, step, decay, B, C, D, z, initial, *, ungated):
     b, t, h, _ = x.shape
     g, n = B.shape[2:]
     config = mosaic_config.choose_forward(b, t // Q, h, g, n)
-    total = mosaic_rows.cumulative(decay)
-    rows = mosaic_rows.forward_rows(step, total)
+    rows = decay_rows(step, decay, for_backward=False, interpret=static.interpret)
     entering = None if initial is None else initial[:, None]
     if config.segments > 1:
         layout = mosaic_config.choose_states(b, t // Q, h, g, config.segments)
         local, _ = states(
             x, rows, B, None, layout, backwards=False, store=False, interpret=static.interpret
         )
-        entering = join_segments(local, total[..., -1], initial, backwards=False)
+        entering = join_segments(local, decay.sum(-1), initial, backwards=False)
     skip = jnp.broadcast_to(D[:, None], (h, P)) if D is not None and D.ndim == 1 else D
     y, before_gate, leaving = forward(
         x, rows, B, C, skip, z, entering, config, ungated=ungated, interpret=static.interpret
@@ -137,8 +137,7 @@ def _scan_backward(static, residuals, cotangents):
     dz = None
     if z is not None:
         dy, dz = _ungate(dy, before_gate, z)
-    total = mosaic_rows.cumulative(decay)
-    rows = mosaic_rows.forward_rows(step, total)
+    rows = decay_rows(step, decay, for_backward=False, interpret=static.interpret)
     segments = 1 if entering is None else entering.shape[1]
     layout = mosaic_config.choose_states(b, t // Q, h, g, segments)
     pass_ = functools.partial(states, config=layout, interpret=static.interpret)
@@ -146,13 +145,13 @@ def _scan_backward(static, residuals, cotangents):
     returning = dstate[:, None]
     if segments > 1:
         local, _ = pass_(dy, rows, C, None, backwards=True, store=False)
-        returning = join_segments(local, total[..., -1], dstate, backwards=True)
+        returning = join_segments(local, decay.sum(-1), dstate, backwards=True)
     dinitial, R = pass_(dy, rows, C, returning, backwards=True, store=True)
     skip = jnp.broadcast_to(D[:, None], (h, P)) if D is not None and D.ndim == 1 else D
     dx, dB, dC, sums = backward(
         x,
         dy,
-        mosaic_rows.backward_rows(step, total),
+        decay_rows(step, decay, for_backward=True, interpret=static.interpret),
         B,
         C,
         skip,
@@ -161,8 +160,9 @@ def _scan_backward(static, residuals, cotangents):
         mosaic_config.choose_backward(b, t // Q, h, g),
         interpret=static.interpret,
     )
-    dstep, ddecay = mosaic_rows.decay_gradient(step, decay, sums)
-    dB, dC = (d.reshape(b, t, g, -1, n).sum(3).astype(B.dtype) for d in (dB, dC))
+    dstep, ddecay = mosaic_rows.decay_gradient(step, decay, sums, static.interpret)
+    if dB.dtype != B.dtype:
+        dB, dC = (d.reshape(b, t, g, -1, n).sum(3).astype(B.dtype) for d in (dB, dC))
     dD = None
     if D is not None and D.ndim == 1:
         dD = sums[..., X_DY, :].sum((0, 1, 3))

@@ -18,6 +18,7 @@ cancels, cancels.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,13 @@ class Config:
     Attributes:
       splits: Blocks that share the heads of a group; it divides h / g.
       stages: Heads whose tiles are in shared memory at once.
+      early: Whether the product into dC starts before C's side works on dy x', to overlap with it
+        at the price of registers.
     """
 
     splits: int = 1
-    stages: int = 3
+    stages: int = 2
+    early: bool = False
 
 
 def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
@@ -59,7 +63,8 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
       interpret: Interpreter parameters, or None for the GPU.
 
     Returns:
-      dx (b, t, h, 64) bf16; dB and dC (b, t, g * config.splits, n) fp32, to be summed over splits;
+      dx (b, t, h, 64) bf16; dB and dC (b, t, g * config.splits, n), to be summed
+      over splits, bf16 where there is one, else fp32;
       sums (b, t / 64, h, 6, 64) fp32, per token: x . u; w step x . R B; the row sums of the decays'
       gradient; x . dy; and, per channel, two halves of S . R.
     """
@@ -69,7 +74,7 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
     stages = config.stages
     split = 64 * pl.cdiv(n, 128)
 
-    def body(x_g, dy_g, rows_g, B_g, C_g, S_g, R_g, *refs):
+    def ssd_backward(x_g, dy_g, rows_g, B_g, C_g, S_g, R_g, *refs):
         refs = list(refs)
         D_g = refs.pop(0) if D is not None else None
         dx_g, dB_g, dC_g, sums_g = refs[:4]
@@ -110,16 +115,17 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
         def save(i, row, values):
             sums_g.at[bi, chunk, part * count + i, row][...] = values
 
-        def save_state_product(i, slot, half):
+        def load_dy(slot):
+            return plgpu.load(dy_s.at[slot], layout=MATRIX).astype(FLOAT)
+
+        def state_product(slot, half):
             """S . R over one half of n; where n has no two tiles the first half is all of it."""
             columns = pl.ds(0, split) if half == 0 else pl.ds(split, n - split)
             if columns.size == 0:
-                product = plgpu.layout_cast(jnp.zeros((P,), FLOAT), tiles.ROWS)
-            else:
-                S = plgpu.load(S_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
-                R = plgpu.load(R_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
-                product = jnp.sum(S * R, axis=1)
-            save(i, S_R_0 + half, product)
+                return plgpu.layout_cast(jnp.zeros((P,), FLOAT), tiles.ROWS)
+            S = plgpu.load(S_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
+            R = plgpu.load(R_s.at[slot, :, columns], layout=MATRIX).astype(FLOAT)
+            return jnp.sum(S * R, axis=1)
 
         def decays(row, rows_axis, causal):
             """L with the tokens of `rows_axis` down the rows; the row of p serves both axes."""
@@ -146,21 +152,27 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
 
                 M, x, u = tiles.multiply([((Q, P), B_s, R_s.at[slot].T)], interpret, use)
                 wide = x.astype(FLOAT)
-                save(i, X_R_B, jnp.sum(wide * u, axis=1) * step)
+                leaving = jnp.sum(wide * u, axis=1) * step
                 weighted = (wide * tiles.over_rows(w * step, P)).astype(HALF)
+
+                def finish(u):
+                    dx = u * tiles.over_rows(step, P)
+                    if D is not None:
+                        skip = plgpu.load(D_s[0].at[slot], layout=COLUMNS, optimized=False)
+                        dx = dx + tiles.over_columns(skip, Q) * load_dy(slot)
+                    x_u = jnp.sum(x.astype(FLOAT) * u, axis=1)
+                    through = state_product(slot, 0)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    dx_s[...] = dx.astype(HALF)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(dx_s, dx_g.at[bi, time, part * count + i])
+                    # Stores to the device memory would hold up the fence in `commit_smem`.
+                    save(i, X_U, x_u)
+                    save(i, X_R_B, leaving)
+                    save(i, S_R_0, through)
+
                 products = [(u, M, dy_s.at[slot]), (dB, weighted, R_s.at[slot])]
-                u, dB = tiles.accumulate(products, interpret)
-                save(i, X_U, jnp.sum(x.astype(FLOAT) * u, axis=1))
-                dx = u * tiles.over_rows(step, P)
-                if D is not None:
-                    skip = plgpu.load(D_s[0].at[slot], layout=COLUMNS, optimized=False)
-                    dy = plgpu.load(dy_s.at[slot], layout=MATRIX).astype(FLOAT)
-                    dx = dx + tiles.over_columns(skip, Q) * dy
-                save_state_product(i, slot, 0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                dx_s[...] = dx.astype(HALF)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(dx_s, dx_g.at[bi, time, part * count + i])
+                _, dB = tiles.accumulate(products, interpret, finish)
                 tiles.release(i, slot, count, stages, empty)
                 return dB
 
@@ -169,7 +181,7 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
             )
             plgpu.barrier_wait(dG_ready)
             (dB,) = tiles.accumulate([(dB, dG_s.T, C_s)], interpret)
-            dB_g.at[bi, time, part][...] = dB
+            dB_g.at[bi, time, part][...] = dB.astype(dB_g.dtype)
             plgpu.wait_smem_to_gmem(0)
 
         def side_of_C():
@@ -177,53 +189,66 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
             plgpu.barrier_wait(maps_ready)
             G = tiles.multiply([((Q, Q), C_s, B_s.T)], interpret, lambda results: results[0]())
 
-            def head(i, slot, sums):
+            def head(dC_ref, i, slot, sums):
                 dC, dG = sums
                 row = rows_s.at[slot]
                 e = tiles.load_rows(row.at[2])
 
-                def use(results):
+                def add_to_dC(dy):
+                    weighted = (dy * tiles.over_rows(e, P)).astype(HALF)
+                    return tiles.add_product(dC_ref, dC, weighted, S_s.at[slot], interpret)
+
+                def inside(results):
+                    dC_new = add_to_dC(load_dy(slot)) if config.early else None
                     at, from_ = tiles.token_index(0), tiles.token_index(1)
                     L = decays(row, "i", at >= from_)
                     K = results[0]()
-                    save(i, X_DY, jnp.sum(jnp.where(at == from_, K, 0.0), axis=1))
+                    diagonal = jnp.sum(jnp.where(at == from_, K, 0.0), axis=1)
                     K = K * tiles.over_columns(tiles.load_columns(row.at[1]), Q)
-                    through = (G * L).astype(HALF).astype(FLOAT)
-                    dy = plgpu.load(dy_s.at[slot], layout=MATRIX)
-                    own = jnp.sum(K * through, axis=1)
-                    carried = jnp.sum(dy.astype(FLOAT) * results[1](), axis=1) * e
-                    save(i, DECAY_ROWS, own + carried)
-                    return dG + K * L, dy
+                    own = jnp.sum(K * _round_to_bf16(G * L), axis=1)
+                    return dC_new, dG + K * L, diagonal, own
 
-                products = [
-                    ((Q, Q), dy_s.at[slot], x_s.at[slot].T),
-                    ((Q, P), C_s, S_s.at[slot].T),
-                ]
-                dG, dy = tiles.multiply(products, interpret, use)
-                weighted = (dy.astype(FLOAT) * tiles.over_rows(e, P)).astype(HALF)
-                (dC,) = tiles.accumulate([(dC, weighted, S_s.at[slot])], interpret)
-                save_state_product(i, slot, 1)
+                def carried(results):
+                    through = state_product(slot, 1)
+                    dy = load_dy(slot)
+                    from_before = jnp.sum(dy * results[0](), axis=1) * e
+                    return dC_new if config.early else add_to_dC(dy), from_before, through
+
+                # One after the other: both products at once would not fit the registers.
+                K = ((Q, Q), dy_s.at[slot], x_s.at[slot].T)
+                dC_new, dG, diagonal, own = tiles.multiply(
+                    [K], interpret, inside, behind=int(config.early)
+                )
+                C_S = ((Q, P), C_s, S_s.at[slot].T)
+                dC_new, from_before, through = tiles.multiply([C_S], interpret, carried)
+                saved = diagonal, own + from_before, through
                 plgpu.commit_smem()  # Ordinary reads of the slot come before its refill.
+                for kind, values in zip((X_DY, DECAY_ROWS, S_R_1), saved, strict=True):
+                    save(i, kind, values)
+                if interpret is None and not config.early:
+                    plgpu.wgmma_wait(0)
                 tiles.release(i, slot, count, stages, empty)
-                return dC, dG
+                return dC_new, dG
 
-            dC, dG = tiles.run_pipeline(
-                count,
-                head,
-                (tiles.zeros(Q, n), tiles.zeros(Q, Q)),
-                stages,
-                load,
-                full,
-                empty,
-                True,
-                False,
-            )
-            dG = dG.astype(HALF)
-            dG_s[...] = dG
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(dG_ready)
-            (dC,) = tiles.accumulate([(dC, dG, B_s)], interpret)
-            dC_g.at[bi, time, part][...] = dC
+            def walk(dC_ref=None):
+                dC = tiles.zeros(Q, n) if dC_ref is None else None
+                body = functools.partial(head, dC_ref)
+                first = (dC, tiles.zeros(Q, Q))
+                dC, dG = tiles.run_pipeline(
+                    count, body, first, stages, load, full, empty, True, False
+                )
+                dG = dG.astype(HALF)
+                dG_s[...] = dG
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(dG_ready)
+                dC = tiles.add_product(dC_ref, dC, dG, B_s, interpret)
+                dC = dC if dC_ref is None else dC_ref[...]
+                dC_g.at[bi, time, part][...] = dC.astype(dC_g.dtype)
+
+            if interpret is None:
+                pl.run_scoped(walk, plgpu.ACC((Q, n), FLOAT))
+            else:
+                walk()
 
         def produce():
             plgpu.copy_gmem_to_smem(B_g.at[bi, time, group], B_s, maps_ready)
@@ -250,10 +275,12 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
         plgpu.Barrier(num_arrivals=1, num_barriers=1),
         *([plgpu.SMEM((stages, P), FLOAT)] if D is not None else []),
     ]
-    maps = jax.ShapeDtypeStruct((b, t, g * config.splits, n), FLOAT)
+    # Partial sums over heads stay in fp32.
+    maps_dtype = HALF if config.splits == 1 else FLOAT
+    maps = jax.ShapeDtypeStruct((b, t, g * config.splits, n), maps_dtype)
     sums = jax.ShapeDtypeStruct((b, t // Q, h, 6, Q), FLOAT)
     return plgpu.kernel(
-        body,
+        ssd_backward,
         out_type=[jax.ShapeDtypeStruct(x.shape, HALF), maps, maps, sums],
         scratch_types=scratch,
         grid=(b, t // Q, g * config.splits),
@@ -263,3 +290,12 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x, dy, rows, B, C, S, R, *(() if D is None else (D,)))
+
+
+def _round_to_bf16(values):
+    """Rounds fp32 to the 8 digits of bf16 without leaving fp32.
+
+    The conversion there and back runs at an eighth of the rate of these operations.
+    """
+    spread = values * (2.0**16 + 1)
+    return spread - (spread - values)

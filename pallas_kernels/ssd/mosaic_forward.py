@@ -72,7 +72,7 @@ def forward(x, rows, B, C, D, z, initial, config: Config, *, ungated=False, inte
     outputs = 1 + (ungated and z is not None)
     names = [k for k, v in (("D", D), ("z", z), ("initial", initial)) if v is not None]
 
-    def body(x_g, rows_g, B_g, C_g, *refs):
+    def ssd_forward(x_g, rows_g, B_g, C_g, *refs):
         optional = dict(zip(names, refs, strict=False))
         y_g, *ungated_g, final_g = refs[len(names) : len(names) + outputs + 1]
         x_s, rows_s, B_s, C_s, m_s, y_s, *z_s, full, empty = refs[len(names) + outputs + 1 :]
@@ -193,7 +193,7 @@ def forward(x, rows, B, C, D, z, initial, config: Config, *, ungated=False, inte
     like_x = jax.ShapeDtypeStruct(x.shape, HALF)
     states = jax.ShapeDtypeStruct((b, config.segments, h, P, n), FLOAT)
     y, *rest, final = plgpu.kernel(
-        body,
+        ssd_forward,
         out_type=[like_x] * outputs + [states],
         scratch_types=scratch,
         grid=(b, config.segments, tiles.num_blocks(h, g, W)),

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and decays of the SSD kernels: small arrays of one number per token and head.
+"""Steps and decays of the SSD kernels, and their gradients: one number per token and head.
 
-The kernels read them as rows of 64 tokens. XLA makes them; they are 16 bytes a token and head
-beside the 256 of x and y.
+XLA makes them, one fusion each way; `mosaic_sums.py` has the sums over time.
 """
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
+from pallas_kernels.ssd import mosaic_sums
 from pallas_kernels.ssd.mosaic_backward import DECAY_ROWS, S_R_0, S_R_1, X_R_B, X_U
 from pallas_kernels.ssd.mosaic_tiles import Q
 from pallas_kernels.ssd.step_size import step_size
@@ -36,32 +34,7 @@ def chunked(values):
     return values.reshape(b, t // Q, Q, h).swapaxes(2, 3)
 
 
-def cumulative(decay):
-    """(b, c, h, 64) log2 decays to their sums through each token, by one product."""
-    upper = jnp.asarray(np.tri(Q, dtype=np.float32).T)
-    return jnp.matmul(decay, upper, precision=jax.lax.Precision.HIGHEST)
-
-
-def forward_rows(step, total):
-    """What the forward kernel reads, (b, c, h, 4, 64).
-
-    With p the cumulative log2 decays: p; p - log2(step); 2^p; step * 2^(p_last - p).
-    """
-    last = total[..., -1:]
-    rows = (total, total - jnp.log2(step), jnp.exp2(total), step * jnp.exp2(last - total))
-    return jnp.stack(rows, axis=3)
-
-
-def backward_rows(step, total):
-    """What the backward kernel reads, (b, c, h, 4, 64).
-
-    With p the cumulative log2 decays: p; step; 2^p; 2^(p_last - p).
-    """
-    rows = (total, step, jnp.exp2(total), jnp.exp2(total[..., -1:] - total))
-    return jnp.stack(rows, axis=3)
-
-
-def decay_gradient(step, decay, sums):
+def decay_gradient(step, decay, sums, interpret=None):
     """Gradients of step and log2 decay from the sums of `mosaic_backward.backward`.
 
     The gradient of the decay of token k is what passes from tokens before k to k and later ones:
@@ -72,9 +45,5 @@ def decay_gradient(step, decay, sums):
     through = jnp.sum(sums[..., S_R_0 : S_R_1 + 1, :], axis=(-2, -1))
     through = through * jnp.exp2(jnp.sum(decay, axis=-1))
     later = arriving - (step * x_u - leaving)
-    lower = np.tri(Q, dtype=np.float32)
-    pairs = jnp.concatenate([later, leaving], axis=-1)
-    # At k: the sum of `later` from k on, and of `leaving` before k.
-    matrix = jnp.asarray(np.concatenate([lower, np.triu(np.ones((Q, Q), np.float32), 1)]))
-    gradient = jnp.matmul(pairs, matrix, precision=jax.lax.Precision.HIGHEST)
+    gradient = mosaic_sums.pair_sums(later, leaving, interpret=interpret)
     return x_u, (gradient + through[..., None]) / LOG2_E

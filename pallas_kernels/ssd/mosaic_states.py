@@ -54,7 +54,7 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
     count = t // Q // config.segments
     weight_row = 2 if backwards else 3
 
-    def body(values_g, rows_g, maps_g, *refs):
+    def ssd_states(values_g, rows_g, maps_g, *refs):
         refs = list(refs)
         initial_g = refs.pop(0) if initial is not None else None
         final_g = refs.pop(0)
@@ -114,7 +114,7 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
     final = jax.ShapeDtypeStruct((b, config.segments, h, P, n), FLOAT)
     stored = jax.ShapeDtypeStruct((b, t // Q, h, P, n), HALF)
     final, *stored = plgpu.kernel(
-        body,
+        ssd_states,
         out_type=[final] + [stored] * store,
         scratch_types=scratch,
         grid=(b, config.segments, tiles.num_blocks(h, g, W)),

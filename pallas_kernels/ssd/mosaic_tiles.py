@@ -63,27 +63,41 @@ def token_index(axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (Q, Q), axis, layout=MATRIX)
 
 
-def accumulate(products, interpret) -> list[jax.Array]:
+def accumulate(products, interpret, first=None) -> list[jax.Array]:
     """Returns acc + lhs @ rhs for every (acc, lhs, rhs), all in flight together.
 
-    lhs is an array in registers or a reference to shared memory, rhs a reference. The interpreter
-    has neither operands in registers nor accumulators with a start value, so it multiplies.
+    lhs is an array in registers or a reference to shared memory, rhs a reference. `first` is
+    called with the first result while the others are in flight. The interpreter has neither
+    operands in registers nor accumulators with a start value, so it multiplies.
     """
     if interpret is not None:
-        return [acc + _dot(lhs, rhs) for acc, lhs, rhs in products]
+        results = [acc + _dot(lhs, rhs) for acc, lhs, rhs in products]
+        if first is not None:
+            first(results[0])
+        return results
 
     def body(refs):
         for ref, (_, lhs, rhs) in zip(refs, products, strict=True):
             plgpu.wgmma(ref, lhs, rhs)
+        if first is not None:
+            first(plgpu.wgmma_accumulator_load(refs[0], wait_n=len(products) - 1))
 
     return list(pl.run_state(body)(tuple(plgpu.ACC.init(acc) for acc, _, _ in products)))
 
 
-def multiply(products, interpret, use):
+def add_product(ref, acc, lhs, rhs, interpret) -> jax.Array | None:
+    """Starts ref += lhs @ rhs on the GPU; returns acc + lhs @ rhs in the interpreter."""
+    if interpret is not None:
+        return acc + _dot(lhs, rhs)
+    plgpu.wgmma(ref, lhs, rhs)
+    return None
+
+
+def multiply(products, interpret, use, behind: int = 0):
     """Calls `use(results)` with one function per (shape, lhs, rhs), that waits for its product.
 
     The products are started together and must be asked for in order; what `use` does before
-    asking for one overlaps with it.
+    asking for one overlaps with it. `behind` products that `use` starts first may stay in flight.
     """
     if interpret is not None:
         return use([lambda lhs=lhs, rhs=rhs: _dot(lhs, rhs) for _, lhs, rhs in products])
@@ -91,7 +105,7 @@ def multiply(products, interpret, use):
     def body(*refs):
         for ref, (_, lhs, rhs) in zip(refs, products, strict=True):
             plgpu.wgmma(ref, lhs, rhs)
-        last = len(products) - 1
+        last = len(products) - 1 + behind
         return use(
             [
                 lambda ref=ref, left=last - i: plgpu.wgmma_accumulator_load(ref, wait_n=left)
