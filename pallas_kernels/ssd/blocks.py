@@ -105,10 +105,8 @@ def backward(
     if tokens.x.shape[1] > 1:
         chunk_states = _product("bksgn,bksgjp->bkgjpn", parts.B, decayed_x, wide)
         incoming, _ = _pass_states(parts.decay_across, state, chunk_states)
-    read = _read(parts, incoming)
+    d_C, d_decay_in = _read_backward(parts, incoming.astype(dtype), d_y)
     d_read = (d_y * parts.decay_in[..., None]).astype(dtype)
-    d_decay_in = jnp.sum(d_y * read, axis=-1) * parts.decay_in
-    d_C = _product("bkqgjp,bkgjpn->bkqgn", d_read, incoming.astype(dtype), wide)
     d_incoming = _product("bkqgjp,bkqgn->bkgjpn", d_read, parts.C, wide)
     d_chunk_states, d_state, d_totals = _pass_states_backward(
         parts.decay_across, state, chunk_states, d_incoming, d_state
@@ -134,7 +132,7 @@ def backward(
 
     d_log_decay = (
         chunking.segment_sums_transpose(d_weights * weights)
-        + chunking.sums_from(_time_last(d_decay_in))
+        + chunking.sums_from(d_decay_in)
         + chunking.sums_before(_time_last(d_decay_out))
         + d_totals[..., None]
     )
@@ -184,6 +182,20 @@ def _read(parts: _Parts, incoming: Float[Array, "b k g j p n"]) -> Float[Array, 
     """What C reads from the chunk's incoming state, before that has decayed."""
     incoming = incoming.astype(parts.x.dtype)
     return _product("bkqgn,bkgjpn->bkqgjp", parts.C, incoming, parts.step.dtype)
+
+
+def _read_backward(
+    parts: _Parts, incoming: Float[Array, "b k g j p n"], d_y: Float[Array, "b k q g j p"]
+) -> tuple[Float[Array, "b k q g n"], Float[Array, "b k g j q"]]:
+    """Returns what reading the incoming state adds to the cotangents of C and of `decay_in`.
+
+    The latter is that of its exponent. Per head first, so that one product serves both.
+    """
+    dtype, wide = parts.x.dtype, parts.step.dtype
+    per_head = _product("bkqgjp,bkgjpn->bkgjqn", d_y.astype(dtype), incoming, wide)
+    per_head *= _time_last(parts.decay_in)[..., None]
+    C = jnp.moveaxis(parts.C, 2, 3)[:, :, :, None]
+    return jnp.moveaxis(jnp.sum(per_head, axis=3), 2, 3), jnp.sum(per_head * C, axis=-1)
 
 
 def _pass_states(
