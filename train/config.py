@@ -205,6 +205,7 @@ class TrainConfig:
       overwrite: Whether to replace a run that output already holds (not with resume).
       steps: Optimizer steps of the whole run.
       seed: Seed of the initial weights, the documents' order and the rows' order.
+      init_from: Published checkpoint (directory or hub id) whose weights are the initial ones; drawn when empty.
       compute_dtype: Type of activations and matrix products; weights are always kept in float32.
       remat: Whether layers are computed again in the backward pass instead of being stored.
       unroll: Layers per iteration of the loop over layers.
@@ -227,6 +228,7 @@ class TrainConfig:
     overwrite: bool = False
     steps: int = 1000
     seed: int = 0
+    init_from: str = ""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
     unroll: int = 1

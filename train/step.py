@@ -20,8 +20,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mamba_jax.array_types import Array
+from mamba_jax.checkpoint.pretrained import from_pretrained
+from mamba_jax.checkpoint.store import differences
 from mamba_jax.model import MambaLMHeadModel
-from train.config import TrainConfig
+from train.config import TrainConfig, UserError
 from train.loss import next_token_nats
 from train.optimizer import decay_mask, make_optimizer, make_schedule
 from train.placement import state_shardings
@@ -52,6 +54,24 @@ def init_state(config: TrainConfig, mesh: Mesh | None = None) -> State:
     # Runs once: compiling it well takes longer than running it badly (11 s of 16 on two cores).
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(init, out_shardings=shardings, compiler_options=options)(key)
+
+
+def with_pretrained(state: State, config: TrainConfig, mesh: Mesh | None = None) -> State:
+    """A state with the weights of `config.init_from` instead of drawn ones.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is of another model than `config.model`.
+    """
+    try:
+        model = from_pretrained(config.init_from, param_dtype=jnp.float32, mesh=mesh)
+    except ValueError as error:
+        raise UserError(f"init_from: {error}") from None
+    found = differences(model.config.to_dict(), config.model.to_dict())
+    if model.config != config.model and found:
+        raise UserError(
+            f"init_from: wanted the model of {config.init_from}, got {', '.join(found)}"
+        )
+    return {**state, "params": nnx.to_pure_dict(nnx.state(model, nnx.Param))}
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh | None = None) -> State:

@@ -70,6 +70,8 @@ def train(config: TrainConfig, console: Console) -> Path:
     with on(mesh), Interruption() as interruption:
         # ── State ─────────────────────────────────────────────────────────────────────────────────
         state = step.init_state(config, mesh)
+        if config.init_from:
+            state = step.with_pretrained(state, config, mesh)
         cost = flops.flops_per_token(config.model, state["params"], config.data.seq_len)
         show(f"model: {_size(state['params']):,} parameters, {cost / 1e6:.1f} MFLOP per token")
 
