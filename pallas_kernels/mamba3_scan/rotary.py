@@ -52,3 +52,66 @@ def rotate(
     turned = jnp.stack((first * cos - second * sin, first * sin + second * cos), axis=-1)
     turned = turned.reshape(*turned.shape[:-2], 2 * a)
     return jnp.concatenate((turned, vector[..., 2 * a :]), axis=-1)
+
+
+def pairs_first(
+    values: Float[Array, "*shape n"], a: int, half_split: bool
+) -> Float[Array, "*shape n"]:
+    """Reorders channels to: first of each pair, second of each pair, all others.
+
+    Products of B and C do not notice one order for both, and turning needs no interleaving in it.
+    """
+    n = values.shape[-1]
+    if half_split:
+        cuts = (slice(a), slice(n // 2, n // 2 + a), slice(a, n // 2), slice(n // 2 + a, n))
+        return jnp.concatenate([values[..., cut] for cut in cuts], axis=-1)
+    pairs = values[..., : 2 * a].reshape(*values.shape[:-1], a, 2)
+    pairs = jnp.swapaxes(pairs, -1, -2).reshape(*values.shape[:-1], 2 * a)
+    return jnp.concatenate((pairs, values[..., 2 * a :]), axis=-1)
+
+
+def pairs_back(
+    values: Float[Array, "*shape n"], a: int, half_split: bool
+) -> Float[Array, "*shape n"]:
+    """Undoes `pairs_first`."""
+    n = values.shape[-1]
+    if half_split:
+        middle = a + n // 2
+        cuts = (slice(a), slice(2 * a, middle), slice(a, 2 * a), slice(middle, n))
+        return jnp.concatenate([values[..., cut] for cut in cuts], axis=-1)
+    pairs = values[..., : 2 * a].reshape(*values.shape[:-1], 2, a)
+    pairs = jnp.swapaxes(pairs, -1, -2).reshape(*values.shape[:-1], 2 * a)
+    return jnp.concatenate((pairs, values[..., 2 * a :]), axis=-1)
+
+
+def partner(values: Float[Array, "*shape n"], a: int) -> Float[Array, "*shape n"]:
+    """What sin multiplies in a turn, in the order of `pairs_first`: (-second, first, zeros)."""
+    first, second, others = values[..., :a], values[..., a : 2 * a], values[..., 2 * a :]
+    return jnp.concatenate((-second, first, jnp.zeros_like(others)), axis=-1)
+
+
+def turn(
+    values: Float[Array, "*shape n"],
+    partners: Float[Array, "*shape n"],
+    cos: Float[Array, "*shape a"],
+    sin: Float[Array, "*shape a"],
+) -> Float[Array, "*shape n"]:
+    """`rotate` in the order of `pairs_first`, given the `partner`s: two multiplications.
+
+    Where a divides n, every run of a channels is one row of a table whose rows beyond the pairs are
+    turned by nothing; that vectorises, joining pieces does not.
+    """
+    n, a = values.shape[-1], cos.shape[-1]
+    if n % a:
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        pairs, other = (v[..., : 2 * a].reshape(*v.shape[:-1], 2, a) for v in (values, partners))
+        turned = pairs * cos + other * sin
+        turned = turned.reshape(*turned.shape[:-2], 2 * a)
+        others = jnp.broadcast_to(values[..., 2 * a :], (*turned.shape[:-1], n - 2 * a))
+        return jnp.concatenate((turned, others), axis=-1)
+    values, partners = (v.reshape(*v.shape[:-1], n // a, a) for v in (values, partners))
+    turns = (jnp.arange(n // a) < 2).reshape((1,) * (cos.ndim - 1) + (n // a, 1))
+    cos = jnp.where(turns, cos[..., None, :], 1)
+    sin = jnp.where(turns, sin[..., None, :], 0)
+    turned = values * cos + partners * sin
+    return turned.reshape(*turned.shape[:-2], n)

@@ -77,12 +77,16 @@ def run(
     tokens, marks, later = _weigh(seq_idx, one_document=placement is not None, wide=wide, **tokens)
     span = _span(seq_idx, *dt.shape[:2]) if placement is None else placement.span
 
-    entering = Carry(state.angle, state.ssm + _look_back(state, later, span, parameters.mimo_x))
-    padded = jax.tree.map(lambda v: chunking.pad_time(v, layout.num_tokens), (tokens, marks))
+    pairs = {"a": angles.shape[-1], "half_split": mimo_x is not None}
+    ssm = state.ssm + _look_back(state, later, span, parameters.mimo_x)
+    entering = Carry(state.angle, rotary.pairs_first(ssm, **pairs))
+    ordered = _pairs_first(tokens, **pairs), _pairs_first(parameters, **pairs)
+    padded = jax.tree.map(lambda v: chunking.pad_time(v, layout.num_tokens), (ordered[0], marks))
     if placement is None:
         entering = jax.tree.map(lambda v: v[:, 0], entering)
     slots = None if placement is None else placement.slots
-    y, leaving = loop(layout, parameters, entering, *padded, slots)
+    y, leaving = loop(layout, ordered[1], entering, *padded, slots)
+    leaving = leaving._replace(ssm=rotary.pairs_back(leaving.ssm, **pairs))
     if placement is None:
         y, leaving = y[:, :t], jax.tree.map(lambda v: v[:, None], leaving)
     else:
@@ -157,6 +161,14 @@ def _final_state(
         return jnp.where(span.occurs.reshape(b, s, *(1,) * (new.ndim - 2)), new, old)
 
     return jax.tree.map(choose, final, initial)
+
+
+def _pairs_first(arrays: Any, **pairs: Any) -> Any:
+    """Tokens or parameters with the channels of B and C in the loop's order."""
+    names = [name for name in ("B", "C", "B_bias", "C_bias") if name in arrays._fields]
+    return arrays._replace(
+        **{name: rotary.pairs_first(getattr(arrays, name), **pairs) for name in names}
+    )
 
 
 def _span(seq_idx: Int[Array, "b t"] | None, b: int, t: int) -> Span:

@@ -51,6 +51,7 @@ class Carry(NamedTuple):
 class Tokens(NamedTuple):
     """Per-token arrays, differentiable; those of rank 3 are float32 or wider and 0 at padding.
 
+    B and C, their biases and the state have their channels in the order of `rotary.pairs_first`.
     `now` weighs a token's input in its own output, `share` in all later ones (its own weight and
     that of the next token's look back); dt turns the angle.
     """
@@ -102,15 +103,13 @@ def block(
     c, q = layout.num_chunks, layout.chunk_size
     angle = _angles(layout, carry.angle, tokens, marks)
     maps = ((tokens.B, parameters.B_bias), (tokens.C, parameters.C_bias))
-    half_split = parameters.mimo_x is not None
+    cos, sin = (function(angle)[..., None, :] for function in (jnp.cos, jnp.sin))
     B, C = (
-        rotary.rotate(_biased(layout, values, bias), angle[..., None, :], half_split)
-        .astype(dtype)
-        .reshape(b, c, h, q * r, n)
+        _rotated(layout, values, bias, cos, sin).astype(dtype).reshape(b, c, h, q * r, n)
         for values, bias in maps
     )
     x = _per_head(layout, tokens.x).astype(wide)[..., None, :]
-    if half_split:
+    if parameters.mimo_x is not None:
         x = x * parameters.mimo_x[None, None, :, None]
     log_decay, now, share = (
         _per_head(layout, values) for values in (tokens.log_decay, tokens.now, tokens.share)
@@ -183,16 +182,22 @@ def _diagonal(
     return jnp.where(on_diagonal, now[..., None, :], share[..., None, :])
 
 
-def _biased(
-    layout: Layout, values: Float[Array, "b t r g n"], bias: Float[Array, "h r n"]
+def _rotated(
+    layout: Layout,
+    values: Float[Array, "b t r g n"],
+    bias: Float[Array, "h r n"],
+    cos: Float[Array, "b c h q 1 a"],
+    sin: Float[Array, "b c h q 1 a"],
 ) -> Float[Array, "b c h q r n"]:
-    """B or C for every head, its bias added, in the dtype of the bias."""
+    """B or C for every head, its bias added and turned, in the dtype of the bias."""
     b, _, r, g, n = values.shape
-    h = bias.shape[0]
-    values = values.astype(bias.dtype).reshape(b, layout.num_chunks, -1, r, g, n)
-    values = jnp.moveaxis(values, 4, 2)[:, :, :, None]
-    biased = values + bias.reshape(1, 1, g, h // g, 1, r, n)
-    return biased.reshape(b, layout.num_chunks, h, -1, r, n)
+    c, h, a = layout.num_chunks, bias.shape[0], cos.shape[-1]
+    values = jnp.moveaxis(values.astype(bias.dtype).reshape(b, c, -1, r, g, n), 4, 2)[:, :, :, None]
+    bias = bias.reshape(1, 1, g, h // g, 1, r, n)
+    cos, sin = (table.reshape(b, c, g, h // g, *table.shape[3:]) for table in (cos, sin))
+    partners = rotary.partner(values, a) + rotary.partner(bias, a)
+    turned = rotary.turn(values + bias, partners, cos, sin)
+    return turned.reshape(b, c, h, -1, r, n)
 
 
 def _per_head(layout: Layout, values: Float[Array, "b t h ..."]) -> Float[Array, "b c h q ..."]:
