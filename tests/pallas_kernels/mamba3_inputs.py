@@ -58,6 +58,18 @@ def state(seed: int, sizes: Sizes, *rows: int) -> Mamba3State:
     return Mamba3State(*(r.normal(size=(*rows, *s)).astype(np.float32) for s in shapes))
 
 
+def packed_ids(seed: int, b: int, t: int, num_documents: int, padding: float) -> np.ndarray:
+    """Rows of documents 0 ... s-1 in any order and of any length, some empty, and padding."""
+    r = np.random.default_rng(seed)
+    rows = []
+    for _ in range(b):
+        cuts = np.sort(r.integers(0, t + 1, num_documents - 1))
+        lengths = np.diff(np.concatenate(([0], cuts, [t])))
+        row = np.repeat(r.permutation(num_documents), lengths)
+        rows.append(np.where(r.random(t) < padding, -1, row))
+    return np.stack(rows).astype(np.int32)
+
+
 def part(arrays: dict, rows: slice, tokens: slice) -> dict:
     """The arrays of some rows and tokens."""
     return {k: v[rows, tokens] if k in PER_TOKEN else v for k, v in arrays.items()}
@@ -69,8 +81,14 @@ def turns(angle) -> np.ndarray:
     return np.stack((np.cos(angle), np.sin(angle)))
 
 
+# Compiling is most of these tests' time, and none of them is about speed.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 @functools.partial(
-    jax.jit, static_argnames=("implementation", "chunk_size", "num_documents", "norm_eps", "op")
+    jax.jit,
+    compiler_options=FAST_COMPILE,
+    static_argnames=("implementation", "chunk_size", "num_documents", "norm_eps", "op"),
 )
 def outputs_and_gradients(arrays, initial, seq_idx, cotangents=None, *, op=mamba3_scan, **options):
     """Every output by name, and by name the gradients of a fixed combination of all of them.

@@ -11,6 +11,7 @@ from pallas_kernels.mamba3_scan import rotary
 from pallas_kernels.mamba3_scan.shapes import TESTS, Sizes
 from tests import golden, tolerances
 from tests.pallas_kernels.mamba3_inputs import (
+    FAST_COMPILE,
     IMPLEMENTATIONS,
     assert_same,
     in_float64,
@@ -20,7 +21,7 @@ from tests.pallas_kernels.mamba3_inputs import (
     state,
     turns,
 )
-from tests.tolerances import assert_close, max_error, norm_error
+from tests.tolerances import assert_close, norm_error
 
 NAMES = {
     "Q": "C",
@@ -104,7 +105,7 @@ def test_every_output_and_gradient(name, implementation):
     assert_same(got, wanted, tolerances.FP32_OUT, tolerances.FP32_GRAD)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 16, 37, 200, None])
+@pytest.mark.parametrize("chunk_size", [1, 16, 200])
 def test_chunk_size_changes_nothing(chunk_size):
     sizes = TESTS["mimo_rank2"]
     arrays, initial = random(3, sizes), state(4, sizes)
@@ -120,7 +121,7 @@ def test_stretches_of_several_chunks(name, monkeypatch):
     arrays, initial = random(5, sizes), state(6, sizes)
     seq_idx = np.repeat([3, -1, 3, 0, -1, 4, 0], [2, 2, 5, 9, 3, 15, 1])[None].repeat(2, axis=0)
     seq_idx[1] = np.roll(seq_idx[1], 11)
-    for ids in (None, seq_idx):
+    for ids in (None, seq_idx) if name == "siso" else (seq_idx,):
         # A jit of its own: the patched number is part of no cache key.
         function = jax.jit(
             lambda *args: outputs_and_gradients.__wrapped__(
@@ -147,9 +148,15 @@ def test_without_optional_arguments_and_with_shared_angles(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_siso_norm_and_ranks_kept_apart(implementation):
-    siso = random(8, TESTS["siso"]) | {"norm_weight": random(9, TESTS["siso"])["x"][0, 0]}
-    got = outputs_and_gradients(siso, None, None, implementation=implementation)
-    assert_same(got, in_float64(siso, None, None), tolerances.FP32_OUT, tolerances.FP32_GRAD)
+    siso = random(8, TESTS["siso"])
+    norm_weight, z = random(9, TESTS["siso"])["x"][0, 0], siso.pop("z")
+    y, _ = mamba3_scan(**siso, implementation=implementation)
+    scale = jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-3)
+    normed = y * scale * norm_weight[None, None]
+    y, _ = mamba3_scan(
+        **siso, z=z, norm_weight=norm_weight, norm_eps=1e-3, implementation=implementation
+    )
+    assert_close("y", y, normed * jax.nn.silu(z), tolerances.FP32_OUT, norm_error)
     mimo = random(10, TESTS["mimo_rank2"])
     output_weight = mimo.pop("mimo_o")
     apart, _ = mamba3_scan(**mimo, implementation=implementation)
@@ -204,7 +211,7 @@ def test_wrap_keeps_the_angle_and_its_gradient():
 @pytest.mark.parametrize("decay", [-1e3, -1e6, -np.inf, 0.0])
 def test_extreme_decays_and_steps(implementation, decay):
     """T2: a token that forgets everything leaves the sums behind it exact; all stays finite."""
-    sizes = Sizes(b=1, t=40, h=2, p=2, n=4, g=1, a=1)
+    sizes = TESTS["siso"]
     arrays, initial = random(12, sizes), state(13, sizes)
     arrays["log_decay"][:, 5] = decay
     arrays["log_decay"][:, 20] = -80
@@ -338,6 +345,5 @@ def test_ranks_without_mimo_x_are_refused():
         mamba3_scan(**arrays)
 
 
-def test_explain_names_the_implementation():
-    assert "mamba3_scan" in str(explain(mamba3_scan, **random(24, TESTS["siso"])))
-    assert max_error(1.0, 1.0) == 0
+def test_the_xla_implementation_is_chosen_without_a_gpu():
+    assert ": xla" in str(explain(mamba3_scan, **random(24, TESTS["siso"])))
