@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mamba_jax.cache import init_cache
+from mamba_jax.cache import ModelCache, init_cache
 from mamba_jax.config import MambaConfig
 from mamba_jax.model import MambaLMHeadModel
 from mamba_jax.partitioning.sharded_ops import explain
@@ -55,16 +55,20 @@ def _decisions() -> dict[str, Any]:
     decisions = {}
     for kind in ("Mamba1", "Mamba2", "Mamba3"):
         config = MambaConfig(d_model=768, n_layer=1, ssm_cfg={"layer": kind})
-        make = partial(MambaLMHeadModel, config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        model, cache = jax.eval_shape(partial(_model_and_cache, config))
         for time in (1024, 1):
             explanation = explain(
                 lambda lm, ids, cache: lm(ids, cache=cache),
-                nnx.eval_shape(make),
+                model,
                 jax.ShapeDtypeStruct((2, time), jnp.int32),
-                jax.eval_shape(lambda: init_cache(config, 2)),  # noqa: B023
+                cache,
             )
             decisions |= {decision.operation: decision for decision in explanation.decisions}
     return decisions
+
+
+def _model_and_cache(config: MambaConfig) -> tuple[MambaLMHeadModel, ModelCache]:
+    return MambaLMHeadModel(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16), init_cache(config, 2)
 
 
 def _is_installed(name: str) -> bool:

@@ -231,13 +231,10 @@ class MambaLMHeadModel(nnx.Module):
 
 
 def _stack(make_block, count: int, rngs: nnx.Rngs) -> Block:
-    """Makes `count` blocks as one whose parameters have a leading axis "layers"."""
-
-    def make(block_rngs):
-        return make_block(rngs=block_rngs)
-
-    stacked = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    return stacked(rngs.split(count))
+    """Makes `count` blocks as one whose parameters have a leading axis of layers."""
+    return jax.vmap(lambda key: make_block(rngs=nnx.Rngs(key)))(
+        jax.random.split(rngs.params(), count)
+    )
 
 
 def _last_real(hidden: Float[Array, "b t d"], seq_idx: Int[Array, "b t"] | None) -> Array:

@@ -2,7 +2,7 @@
 """How a parameter is made: its value, the logical names of its axes, and whether it decays.
 
 Logical names (translated to mesh axes by `partitioning/rules.py`): embed, inner, heads, headdim,
-groups, state, conv, mlp, vocab, layers; "groups:2" is an axis of 2 groups that must not be cut
+groups, state, conv, mlp, vocab; "groups:2" is an axis of 2 groups that must not be cut
 inside one. The initial distributions are those of mamba_ssm.
 """
 
@@ -25,10 +25,9 @@ def parameter(value: Array, axes: Sequence[str | None], *, weight_decay: bool) -
       axes: A logical name, or None, per axis of `value`.
       weight_decay: Whether an optimizer should decay it; optimizers read this metadata.
     """
-    # Placement happens when a mesh is there (partitioning), not while a module is being built.
-    return nnx.Param(
-        value, out_sharding=tuple(axes), eager_sharding=False, weight_decay=weight_decay
-    )
+    # Under a name of our own: Flax looks the names in its `out_sharding` up in whatever mesh is
+    # ambient while a module is being built, and fails; placement is `partitioning/rules.py`'s.
+    return nnx.Param(value, logical_axes=tuple(axes), weight_decay=weight_decay)
 
 
 def uniform(bound: float) -> Initializer:

@@ -86,7 +86,7 @@ def from_pretrained(
         remat=remat,
         unroll=unroll,
     )
-    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    abstract = jax.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     tensors = file_tensors(abstract)
     _check(tensors, stored, config, files)
     graph, state, rest = nnx.split(abstract, nnx.Param, ...)

@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
         tokenizer: str | Tokenizer | None = None,
         dtype: str = "bfloat16",
         batch_size: int | str = 8,
-        chunk: int = 1024,
+        chunk: int = 512,
         max_gen_toks: int = 256,
         revision: str | None = None,
         seed: int = 0,

@@ -26,7 +26,7 @@ def log_likelihoods(
     pairs: Sequence[Pair],
     *,
     batch_size: int = 8,
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> list[tuple[float, bool]]:
     """Scores continuations.
 

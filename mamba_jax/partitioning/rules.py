@@ -92,7 +92,7 @@ def parameter_shardings(model: nnx.Module, mesh: Mesh, config: MambaConfig) -> n
     check_divisible(config, mesh)
 
     def sharding(param: nnx.Param) -> NamedSharding:
-        names: Sequence[str | None] = param.get_metadata("out_sharding") or ()
+        names: Sequence[str | None] = param.get_metadata("logical_axes")
         return NamedSharding(mesh, parameter_spec(names, param.shape, mesh))
 
     return jax.tree.map(
@@ -130,7 +130,7 @@ def sharded_init(make_model: Callable[[], nnx.Module], mesh: Mesh) -> nnx.Module
     Returns:
       The model; the same values as built on one device.
     """
-    abstract = nnx.eval_shape(make_model)
+    abstract = jax.eval_shape(make_model)
     shardings = parameter_shardings(abstract, mesh, abstract.config)
     graph, _, rest = nnx.split(abstract, nnx.Param, ...)
 
@@ -147,8 +147,10 @@ def parameter_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any)
     """Translates a parameter's logical axis names.
 
     A name may carry the number of units that must not be cut, "groups:2" say: with more devices
-    than that, or a number that does not divide it, the axis stays whole on every device.
+    than that, or a number that does not divide it, the axis stays whole on every device. Stacked
+    layers add an axis in front, which is never cut.
     """
+    names = (None,) * (len(shape) - len(names)) + tuple(names)
     axes = []
     for name, size in zip(names, shape, strict=True):
         logical, _, units = (name or "").partition(":")
