@@ -12,7 +12,6 @@ import pytest
 from tests.tolerances import FP32_GRAD, assert_close, norm_error
 from tests.train import tiny
 from train import step
-from train.config import OptimizerConfig
 
 B, T = 4, 16
 
@@ -48,7 +47,7 @@ def fresh_state(config):
     # What the options under test change has no part in the state.
     config = dataclasses.replace(
         config,
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        optimizer=tiny.OPTIMIZER,
         compute_dtype="float32",
         remat=False,
         unroll=1,
@@ -57,8 +56,11 @@ def fresh_state(config):
     return jax.tree.map(jnp.copy, initial_state(config))
 
 
+train_step_of = functools.cache(step.make_train_step)
+
+
 def one_step(config, batch):
-    return step.make_train_step(config)(fresh_state(config), batch)
+    return train_step_of(config)(fresh_state(config), batch)
 
 
 def test_initial_step_sizes_and_decay_rates_are_in_their_ranges(config):
@@ -83,7 +85,7 @@ def test_loss_is_the_mean_over_real_tokens(config):
 @pytest.mark.parametrize(
     "change",
     [
-        {"optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=2, accumulate=4)},
+        {"optimizer": dataclasses.replace(tiny.OPTIMIZER, accumulate=4)},
         {"remat": True},
         {"unroll": 2},
         {"loss_chunk": 5},
@@ -113,7 +115,7 @@ def test_bf16_compute_keeps_fp32_masters_and_nearly_the_loss(config):
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(config):
-    train_step = step.make_train_step(config)
+    train_step = train_step_of(config)
     good, _ = train_step(fresh_state(config), batch())
     before = jax.tree.map(np.asarray, good)
     # An id outside the vocabulary makes NaN of everything after it.

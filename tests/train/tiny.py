@@ -22,6 +22,8 @@ MODEL = MambaConfig(
     ssm_cfg={"layer": "Mamba2", "d_state": 8, "headdim": 8, "chunk_size": 16},
 )
 
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant")
+
 
 def write_text(directory: Path) -> str:
     """Writes a directory of small text files and returns its path."""
@@ -38,7 +40,7 @@ def config(directory: Path, text: str, **changes) -> TrainConfig:
     run = TrainConfig(
         model=MODEL,
         data=DataConfig(train=(text,), seq_len=32, batch_size=4, validation_fraction=0.1),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
+        optimizer=OPTIMIZER,
         evaluation=EvaluationConfig(every=0, batches=2),
         checkpoint=CheckpointConfig(every=3, keep=2),
         sample=SampleConfig(tokens=0),
