@@ -65,7 +65,7 @@ def variants(b, t, h, p, g, n):
 
                 def states(x, rows, B, config=config, store=store):
                     return mosaic_states.states(
-                        x, rows, B, None, config, backwards=False, store=store
+                        x, rows, B, None, config, backwards=False, store=store, final=not store
                     )
 
                 yield f"states store={store} {config}", states, (x, forward_rows, B)

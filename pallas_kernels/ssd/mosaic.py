@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chunking, devices, packing
@@ -113,9 +114,7 @@ def _forward(static, x, step, decay, B, C, D, z, initial, *, ungated):
     entering = None if initial is None else initial[:, None]
     if config.segments > 1:
         layout = mosaic_config.choose_states(b, t // Q, h, g, config.segments)
-        local, _ = states(
-            x, rows, B, None, layout, backwards=False, store=False, interpret=static.interpret
-        )
+        local, _ = states(x, rows, B, None, layout, backwards=False, interpret=static.interpret)
         entering = join_segments(local, decay.sum(-1), initial, backwards=False)
     skip = jnp.broadcast_to(D[:, None], (h, P)) if D is not None and D.ndim == 1 else D
     y, before_gate, leaving = forward(
@@ -124,34 +123,41 @@ def _forward(static, x, step, decay, B, C, D, z, initial, *, ungated):
     return y, leaving[:, -1], (before_gate, entering)
 
 
-def _scan_forward(static, x, step, decay, B, C, D, z, initial):
-    y, state, kept = _forward(static, x, step, decay, B, C, D, z, initial, ungated=True)
-    return (y, state), (x, step, decay, B, C, D, z, initial, kept)
+def _scan_forward(static, *primals):
+    primals = [None if primal is None else primal.value for primal in primals]
+    y, state, kept = _forward(static, *primals, ungated=True)
+    return (y, state), (*primals, kept)
 
 
 def _scan_backward(static, residuals, cotangents):
     x, step, decay, B, C, D, z, initial, (before_gate, entering) = residuals
     dy, dstate = cotangents
+    if isinstance(dy, SymbolicZero):
+        dy = jnp.zeros_like(x)
+    if isinstance(dstate, SymbolicZero):
+        dstate = None
     b, t, h, _ = x.shape
     g, n = B.shape[2:]
     dz = None
     if z is not None:
         dy, dz = _ungate(dy, before_gate, z)
-    rows = decay_rows(step, decay, for_backward=False, interpret=static.interpret)
+    rows = decay_rows(step, decay, for_backward=True, interpret=static.interpret)
     segments = 1 if entering is None else entering.shape[1]
     layout = mosaic_config.choose_states(b, t // Q, h, g, segments)
-    pass_ = functools.partial(states, config=layout, interpret=static.interpret)
-    _, S = pass_(x, rows, B, entering, backwards=False, store=True)
-    returning = dstate[:, None]
+    walk = functools.partial(states, config=layout, gradient_rows=True, interpret=static.interpret)
+    _, S = walk(x, rows, B, entering, backwards=False, store=True, final=False)
+    returning = None if dstate is None else dstate[:, None]
     if segments > 1:
-        local, _ = pass_(dy, rows, C, None, backwards=True, store=False)
+        local, _ = walk(dy, rows, C, None, backwards=True)
         returning = join_segments(local, decay.sum(-1), dstate, backwards=True)
-    dinitial, R = pass_(dy, rows, C, returning, backwards=True, store=True)
+    dinitial, R = walk(
+        dy, rows, C, returning, backwards=True, store=True, final=initial is not None
+    )
     skip = jnp.broadcast_to(D[:, None], (h, P)) if D is not None and D.ndim == 1 else D
     dx, dB, dC, sums = backward(
         x,
         dy,
-        decay_rows(step, decay, for_backward=True, interpret=static.interpret),
+        rows,
         B,
         C,
         skip,
@@ -171,7 +177,7 @@ def _scan_backward(static, residuals, cotangents):
     return dx, dstep, ddecay, dB, dC, dD, dz, None if initial is None else dinitial[:, 0]
 
 
-_scan.defvjp(_scan_forward, _scan_backward)
+_scan.defvjp(_scan_forward, _scan_backward, symbolic_zeros=True)
 
 
 def _ungate(dy, before_gate, z):

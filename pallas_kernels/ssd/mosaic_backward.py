@@ -55,7 +55,7 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
 
     Args:
       x, dy: (b, t, h, 64) bf16, t a multiple of 64.
-      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_rows.backward_rows`.
+      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_sums.decay_rows`.
       B, C: (b, t, g, n) bf16, n a multiple of 64.
       D: (h, 64) fp32 or None.
       S, R: (b, t / 64, h, 64, n) bf16. State entering each chunk; gradient of the state leaving it.
@@ -295,7 +295,8 @@ def backward(x, dy, rows, B, C, D, S, R, config: Config, *, interpret=None):
 def _round_to_bf16(values):
     """Rounds fp32 to the 8 digits of bf16 without leaving fp32.
 
-    The conversion there and back runs at an eighth of the rate of these operations.
+    The conversion there and back runs at an eighth of the rate of these operations. The factor is
+    a power of two so that nothing changes when the compiler fuses it into the subtractions.
     """
-    spread = values * (2.0**16 + 1)
+    spread = values * 2.0**16
     return spread - (spread - values)

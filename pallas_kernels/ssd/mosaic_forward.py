@@ -53,7 +53,7 @@ def forward(x, rows, B, C, D, z, initial, config: Config, *, ungated=False, inte
 
     Args:
       x: (b, t, h, 64) bf16, t a multiple of 64 * config.segments.
-      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_rows.forward_rows`.
+      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_sums.decay_rows`.
       B, C: (b, t, g, n) bf16, n a multiple of 64.
       D: (h, 64) fp32 or None. z: as x or None.
       initial: (b, segments, h, 64, n) fp32 or None for zero. State entering each segment.

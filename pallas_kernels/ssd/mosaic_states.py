@@ -31,33 +31,46 @@ class Config:
     segments: int = 1
 
 
-def states(values, rows, maps, initial, config: Config, *, backwards, store, interpret=None):
+def states(
+    values,
+    rows,
+    maps,
+    initial,
+    config: Config,
+    *,
+    backwards,
+    store=False,
+    final=True,
+    gradient_rows=False,
+    interpret=None,
+):
     """Walks the chunks of every segment.
 
     Args:
       values: x, or dy when `backwards`: (b, t, h, 64) bf16, t a multiple of 64 * config.segments.
-      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_rows.forward_rows`.
+      rows: (b, t / 64, h, 4, 64) fp32, see `mosaic_sums.decay_rows`.
       maps: B, or C when `backwards`: (b, t, g, n) bf16, n a multiple of 64.
       initial: (b, segments, h, 64, n) fp32 or None for zero.
       config: The layout.
       backwards: Whether time runs backwards.
       store: Whether the state that each chunk starts from is wanted.
+      final: Whether the state at the end of each segment is wanted.
+      gradient_rows: Whether `rows` are those for the backward kernel.
       interpret: Interpreter parameters, or None for the GPU.
 
     Returns:
-      (b, segments, h, 64, n) fp32, the state at the end of each segment; (b, t / 64, h, 64, n)
-      bf16, the state each chunk starts from, or None.
+      (b, segments, h, 64, n) fp32, the state at the end of each segment, or None;
+      (b, t / 64, h, 64, n) bf16, the state each chunk starts from, or None.
     """
     b, t, h, _ = values.shape
     g, n = maps.shape[2:]
     W, stages = config.heads, config.stages
     count = t // Q // config.segments
-    weight_row = 2 if backwards else 3
 
     def ssd_states(values_g, rows_g, maps_g, *refs):
         refs = list(refs)
         initial_g = refs.pop(0) if initial is not None else None
-        final_g = refs.pop(0)
+        final_g = refs.pop(0) if final else None
         store_g = refs.pop(0) if store else None
         values_s, rows_s, maps_s, full, empty, *store_s = refs
         bi, segment, wg = (lax.axis_index(name) for name in ("b", "s", "wg"))
@@ -82,7 +95,10 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
 
         def chunk(c, slot, S):
             value = plgpu.load(values_s.at[slot, wg].T, layout=MATRIX)
-            weight = tiles.load_columns(rows_s.at[slot, wg, weight_row])
+            row = rows_s.at[slot, wg]
+            weight = tiles.load_columns(row.at[2 if backwards else 3])
+            if gradient_rows and not backwards:
+                weight = weight * tiles.load_columns(row.at[1])
             decay = rows_s[slot, wg, 2, Q - 1]
             if store:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -100,7 +116,8 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
         if initial is not None:
             S = plgpu.load(initial_g.at[bi, segment, head], layout=MATRIX, optimized=False)
         S = tiles.run_pipeline(count, chunk, S, stages, load, full, empty, False, wg == 0)
-        final_g.at[bi, segment, head][...] = S
+        if final:
+            final_g.at[bi, segment, head][...] = S
         plgpu.wait_smem_to_gmem(0)
 
     scratch = [
@@ -111,11 +128,11 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
         plgpu.Barrier(num_arrivals=W, num_barriers=stages),
         *([tiles.tile(W, P, n)] if store else []),
     ]
-    final = jax.ShapeDtypeStruct((b, config.segments, h, P, n), FLOAT)
-    stored = jax.ShapeDtypeStruct((b, t // Q, h, P, n), HALF)
-    final, *stored = plgpu.kernel(
+    ends = jax.ShapeDtypeStruct((b, config.segments, h, P, n), FLOAT)
+    starts = jax.ShapeDtypeStruct((b, t // Q, h, P, n), HALF)
+    results = plgpu.kernel(
         ssd_states,
-        out_type=[final] + [stored] * store,
+        out_type=[ends] * final + [starts] * store,
         scratch_types=scratch,
         grid=(b, config.segments, tiles.num_blocks(h, g, W)),
         grid_names=("b", "s", "h"),
@@ -124,7 +141,7 @@ def states(values, rows, maps, initial, config: Config, *, backwards, store, int
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(values, rows, maps, *(() if initial is None else (initial,)))
-    return final, stored[0] if store else None
+    return results[0] if final else None, results[-1] if store else None
 
 
 def join_segments(local, total, initial, *, backwards):
