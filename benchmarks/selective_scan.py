@@ -115,7 +115,7 @@ def main():
     """Prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", nargs="*", default=ROWS, choices=sorted(SHAPES))
-    names = ["mosaic", "rival", "xla"]
+    names = ["mosaic", "triton", "rival", "xla"]
     parser.add_argument("--contenders", nargs="*", default=names, choices=names)
     parser.add_argument("--out", type=pathlib.Path, default=timing.RESULTS / "selective_scan.json")
     options = parser.parse_args()

@@ -11,6 +11,7 @@ OPERATION = dispatch.Operation(
     "selective_scan",
     {
         "mosaic": "pallas_kernels.selective_scan.mosaic",
+        "triton": "pallas_kernels.selective_scan.triton",
         "xla": "pallas_kernels.selective_scan.xla",
         "reference": "pallas_kernels.selective_scan.reference",
     },

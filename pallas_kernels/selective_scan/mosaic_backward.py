@@ -23,8 +23,6 @@ from pallas_kernels.selective_scan.mosaic_steps import CHANNELS, GROUP, LN2, TIL
 
 _STAGES = 2
 _GROUPS = TILE // GROUP
-# Tokens whose rows are summed over the channels at once.
-_SUMMED = 2
 # Rows of the sums in four warps of four, a row on eight lanes of 16-byte vectors: each quarter warp
 # reads 128 neighbouring bytes.
 _SUMS = plgpu.Layout.TILED(
@@ -56,6 +54,8 @@ def scan(
     the state before each segment.
     """
     n = plan.n
+    # Tokens whose rows are summed over the channels at once: as few as make whole blocks of rows.
+    summed = 1 if 2 * n % 16 == 0 else 2
     inputs = {"x": x, "dt": dt, "dy": dy} | ({"z": z} if plan.has_z else {})
     gated = ["x", "dt"] + (["z"] if plan.has_z else [])
 
@@ -112,6 +112,11 @@ def scan(
             h = lax.fori_loop(0, _GROUPS - 1, ahead, h)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+            def add_up(token, side):
+                rows = plgpu.load(sums_s.at[side], layout=_SUMS, optimized=False)
+                at = pl.ds(token * 2 * n, summed * 2 * n)
+                drows_g[row, block, at] = jnp.sum(rows, axis=1)
+
             def back(j, carried):
                 h, (carry, dA, dD, dbias) = carried
                 group = _GROUPS - 1 - j
@@ -130,6 +135,7 @@ def scan(
                     )
                     decays.append(decay)
                     taken.append((step, x, weighted, real))
+                pending = None
                 for u in reversed(range(GROUP)):
                     token = group * GROUP + u
                     step, x, weighted, real = taken[u]
@@ -140,17 +146,17 @@ def scan(
                         y = skip * x
                         for k in range(n):
                             y = y + history[u + 1][k] * rows_s[slot, token, n + k]
-                        gate = steps.sigmoid(z)
+                        gate = steps.sigmoid(z, plan)
                         dz = dout * y * (gate * (1.0 + z * (1.0 - gate)))
                         dout = dout * (z * gate)
                         output_s["z"][token] = dz.astype(output_s["z"].dtype)
                     dweighted, dstep = zero, zero
-                    base = (u % _SUMMED) * 2 * n
+                    side, base = u // summed % 2, (u % summed) * 2 * n
                     new_carry, new_dA = [], []
                     for k in range(n):
                         dh = dout * rows_s[slot, token, n + k] + carry[k]
-                        sums_s[base + k] = dh * weighted
-                        sums_s[base + n + k] = dout * history[u + 1][k]
+                        sums_s[side, base + k] = dh * weighted
+                        sums_s[side, base + n + k] = dout * history[u + 1][k]
                         dweighted = dweighted + dh * rows_s[slot, token, k]
                         before = dh * decays[u][k]
                         through = before * history[u][k]
@@ -160,18 +166,19 @@ def scan(
                     carry, dA = tuple(new_carry), tuple(new_dA)
                     dx = dweighted * step + skip * dout
                     ddt = dweighted * x + dstep * LN2
-                    ddt = ddt * steps.softplus_slope(step) if plan.softplus else ddt
+                    ddt = ddt * steps.softplus_slope(step, plan) if plan.softplus else ddt
                     ddt = ddt if real is None else ddt * real
                     dD, dbias = dD + dout * x, dbias + ddt
                     output_s["x"][token] = dx.astype(output_s["x"].dtype)
                     output_s["dt"][token] = ddt.astype(output_s["dt"].dtype)
-                    if u % _SUMMED == 0:
-                        # Rows of every lane in; summed; and read before they are written again.
-                        plgpu.commit_smem()
-                        summed = jnp.sum(plgpu.load(sums_s, layout=_SUMS, optimized=False), axis=1)
-                        plgpu.commit_smem()
-                        at = (index * TILE + token) * 2 * n
-                        drows_g[row, block, pl.ds(at, _SUMMED * 2 * n)] = summed
+                    if u % summed == 0:
+                        # The other side's rows are in since the last barrier, and written again
+                        # only after this one.
+                        if pending is not None:
+                            add_up(*pending)
+                        steps.synchronize(interpret)
+                        pending = (index * TILE + token, side)
+                add_up(*pending)
                 previous = jnp.maximum(group - 1, 0)
                 h = tuple(steps.load(states_s.at[previous, k]) for k in range(n))
                 return h, (carry, dA, dD, dbias)
@@ -204,7 +211,7 @@ def scan(
     scratch += [
         plgpu.SMEM((_STAGES, TILE, plan.row), f32),
         plgpu.SMEM((_GROUPS - 1, n, CHANNELS), f32),
-        plgpu.SMEM((_SUMMED * 2 * n, CHANNELS), f32),
+        plgpu.SMEM((2, summed * 2 * n, CHANNELS), f32),
         plgpu.Barrier(num_arrivals=len(inputs) + 1, num_barriers=_STAGES),
     ]
     outputs = plgpu.kernel(
@@ -272,7 +279,7 @@ def segment_carries(
                     dout = load("dy") if real is None else load("dy") * real
                     if plan.has_z:
                         z = load("z")
-                        dout = dout * (z * steps.sigmoid(z))
+                        dout = dout * (z * steps.sigmoid(z, plan))
                     carry = [
                         steps.decay(step, rates[k], restart)
                         * (dout * rows_s[slot, token, n + k] + carry[k])

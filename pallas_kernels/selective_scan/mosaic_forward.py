@@ -13,9 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.selective_scan import mosaic_steps as steps
-from pallas_kernels.selective_scan.mosaic_steps import CHANNELS, GROUP, TILE, Plan
+from pallas_kernels.selective_scan.mosaic_steps import CHANNELS, TILE, Plan
 
 _STAGES = 3
+# Tokens whose code is one straight line.
+_GROUP = TILE
 
 
 def scan(
@@ -73,7 +75,7 @@ def scan(
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
             def group(j, h):
-                tokens = [j * GROUP + u for u in range(GROUP)]
+                tokens = [j * _GROUP + u for u in range(_GROUP)]
                 xs = [steps.load(x_s.at[slot, token]) for token in tokens]
                 dts = [steps.load(dt_s.at[slot, token]) for token in tokens]
                 zs = [steps.load(z_s.at[slot, token]) for token in tokens] if plan.has_z else []
@@ -85,13 +87,13 @@ def scan(
                     y = skip * xs[u]
                     for k in range(n):
                         y = y + h[k] * rows_s[slot, token, n + k]
-                    y = y * (zs[u] * steps.sigmoid(zs[u])) if plan.has_z else y
+                    y = y * (zs[u] * steps.sigmoid(zs[u], plan)) if plan.has_z else y
                     ys.append(y if real is None else y * real)
                 for u, token in enumerate(tokens):
                     y_s[out, token] = ys[u].astype(y_s.dtype)
                 return h
 
-            h = lax.fori_loop(0, TILE // GROUP, group, h)
+            h = lax.fori_loop(0, TILE // _GROUP, group, h)
             plgpu.commit_smem()
             times = pl.ds((first + i) * TILE, TILE)
             plgpu.copy_smem_to_gmem(y_s.at[out], y_g.at[row, times, channels])
@@ -167,8 +169,8 @@ def segment_states(
 
             def group(j, carry):
                 *h, total = carry
-                for u in range(GROUP):
-                    token = j * GROUP + u
+                for u in range(_GROUP):
+                    token = j * _GROUP + u
                     restart, real = steps.flags(rows_s, slot, token, plan)
                     step = steps.step_size(steps.load(dt_s.at[slot, token]), shift, plan, real)
                     x = steps.load(x_s.at[slot, token])
@@ -176,7 +178,7 @@ def segment_states(
                     total = total + step
                 return (*h, total)
 
-            carry = lax.fori_loop(0, TILE // GROUP, group, carry)
+            carry = lax.fori_loop(0, TILE // _GROUP, group, carry)
             # Every lane has read the slot before it is filled again.
             plgpu.commit_smem()
             pl.when(i + _STAGES < count)(lambda: fetch(i + _STAGES, slot))

@@ -34,6 +34,7 @@ def make_plan(x, n: int, groups: int, *, has_z: bool, softplus: bool, has_seq_id
         has_z=has_z,
         softplus=softplus,
         has_flags=has_seq_idx or padded_t != t,
+        rough=x.dtype == jnp.bfloat16,
     )
 
 
@@ -71,8 +72,12 @@ def cut_channels(values: Array, groups: int, e: int) -> Array:
     return grouped.reshape(*values.shape[:-1], e)
 
 
-def pad_sequence(values: Float[Array, "b t e"], groups: int, plan: Plan) -> Array:
-    """Pads times and channels of x, dt, z or a cotangent with zeros."""
+def pad_sequence(
+    values: Float[Array, "b t e"], seq_idx: Int[Array, "b t"] | None, groups: int, plan: Plan
+) -> Array:
+    """Pads times and channels of x, dt, z or a cotangent with zeros, also where padding stands."""
+    if seq_idx is not None:
+        values = jnp.where((seq_idx >= 0)[:, :, None], values, 0)
     missing = plan.t - values.shape[1]
     values = jnp.pad(values, [(0, 0), (0, missing), (0, 0)]) if missing else values
     return pad_channels(values, groups, plan)
@@ -86,6 +91,9 @@ def rows_of_tokens(
 ) -> Float[Array, "b g t+ row"]:
     """One float32 row a token and group: B, C and, if the plan has them, the marks."""
     b, t, groups, _ = B.shape
+    if seq_idx is not None:
+        is_real = (seq_idx >= 0)[:, :, None, None]
+        B, C = jnp.where(is_real, B, 0), jnp.where(is_real, C, 0)
     parts = [B.astype(jnp.float32), C.astype(jnp.float32)]
     if plan.has_flags:
         restart, real = _marks(seq_idx, b, t)

@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CHANNELS = 128
@@ -25,8 +26,15 @@ GROUP = 4
 RESTART = -1e30
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-# log(1 + u) by its series below this u: the hardware's logarithm has an absolute error there.
-_SMALL = 0.0625
+# log(1 + u) / u for u in [0, 1], a polynomial right to 3e-8; lowest power first.
+_LOG1P = (
+    1.0, -0.49999502, 0.33319271, -0.24844369, 0.19111431, -0.1367477, 0.07836167, -0.02958851,
+    0.00525346,
+)  # fmt: skip
+# The same to 2e-6, for arguments that were rounded to bf16.
+_LOG1P_ROUGH = (
+    0.99999875, -0.49987191, 0.33112052, -0.23514864, 0.14943458, -0.06658805, 0.01420283,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Plan:
       blocks_per_group: Blocks of channels that share a group's B and C.
       segments: Pieces the sequence is cut into, all worked on at once.
       has_z, softplus, has_flags: Which optional parts the call has.
+      rough: Whether inputs and outputs are bf16, so that softplus and gate may be right to 2e-4.
     """
 
     b: int
@@ -49,6 +58,7 @@ class Plan:
     has_z: bool
     softplus: bool
     has_flags: bool
+    rough: bool
 
     @property
     def blocks(self) -> int:
@@ -90,35 +100,45 @@ def full(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((CHANNELS,), value, jnp.float32), lanes())
 
 
-def softplus(v: jax.Array) -> jax.Array:
+def softplus(v: jax.Array, plan: "Plan") -> jax.Array:
     """log(1 + exp(v)), accurate in relative terms also where it is small."""
     u = jnp.exp2(jnp.abs(v) * -LOG2E)
-    series = u * (1.0 + u * (-1 / 2 + u * (1 / 3 + u * (-1 / 4 + u * (1 / 5)))))
-    return jnp.maximum(v, 0.0) + jnp.where(u < _SMALL, series, jnp.log(1.0 + u))
+    return jnp.maximum(v, 0.0) + u * _horner(u, _LOG1P_ROUGH if plan.rough else _LOG1P)
 
 
-def softplus_slope(step: jax.Array) -> jax.Array:
+def softplus_slope(step: jax.Array, plan: "Plan") -> jax.Array:
     """Derivative of softplus where its value is `step`: 1 - exp(-step)."""
+    direct = 1.0 - jnp.exp2(step * -LOG2E)
+    if plan.rough:
+        return direct
     series = step * (1.0 + step * (-1 / 2 + step * (1 / 6 + step * (-1 / 24 + step * (1 / 120)))))
-    return jnp.where(step < 0.125, series, 1.0 - jnp.exp2(step * -LOG2E))
+    return jnp.where(step < 0.125, series, direct)
 
 
-def sigmoid(v: jax.Array) -> jax.Array:
-    """1 / (1 + exp(-v)); the exponent is bounded so that nothing overflows."""
+def sigmoid(v: jax.Array, plan: "Plan") -> jax.Array:
+    """1 / (1 + exp(-v)); to about 2e-4 by the hardware's tanh where values are rounded to bf16."""
+    if plan.rough:
+        return 0.5 + 0.5 * jnp.tanh(0.5 * v)
     return 1.0 / (1.0 + jnp.exp2(jnp.minimum(v * -LOG2E, 126.0)))
 
 
 def step_size(dt: jax.Array, bias: jax.Array, plan: Plan, real: jax.Array | None) -> jax.Array:
     """The step of a token: dt + dt_bias, through softplus if asked, and 0 for padding."""
     step = dt + bias
-    step = softplus(step) if plan.softplus else step
+    step = softplus(step, plan) if plan.softplus else step
     return step if real is None else step * real
 
 
 def decay(step: jax.Array, rate: jax.Array, restart: jax.Array | None) -> jax.Array:
     """exp(step * A), with rate = A * log2(e); 0 where a document starts."""
-    exponent = step * rate if restart is None else step * rate + restart
-    return jnp.exp2(exponent)
+    return jnp.exp2(step * rate if restart is None else step * rate + restart)
+
+
+def _horner(x: jax.Array, coefficients: tuple[float, ...]) -> jax.Array:
+    value = coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * x + coefficient
+    return value
 
 
 def flags(rows_s, slot, token, plan: Plan) -> tuple[jax.Array | None, jax.Array | None]:
@@ -131,6 +151,15 @@ def flags(rows_s, slot, token, plan: Plan) -> tuple[jax.Array | None, jax.Array 
 def block_indices() -> tuple[jax.Array, jax.Array, jax.Array]:
     """(row of the batch, block of channels, segment) of this program."""
     return lax.axis_index("row"), lax.axis_index("block"), lax.axis_index("segment")
+
+
+def synchronize(interpret) -> None:
+    """Waits for all lanes of the warpgroup; what they wrote to shared memory is seen by all."""
+    if interpret is not None:
+        # The interpreter has no plain barrier; this one also orders the copy engine.
+        plgpu.commit_smem()
+        return
+    plgpu.inline_mgpu()(lambda ctx: mgpu_utils.warpgroup_barrier())()
 
 
 def compiler_params() -> plgpu.CompilerParams:

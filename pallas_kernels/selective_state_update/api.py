@@ -17,6 +17,7 @@ OPERATION = dispatch.Operation(
     "selective_state_update",
     {
         "xla": "pallas_kernels.selective_state_update.xla",
+        "triton": "pallas_kernels.selective_state_update.triton",
         "reference": "pallas_kernels.selective_state_update.reference",
     },
 )

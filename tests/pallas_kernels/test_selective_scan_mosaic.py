@@ -156,9 +156,12 @@ def test_is_preferred_on_hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_meets_the_definition_on_the_card(name):
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_meets_the_definition_on_the_card(implementation, name):
+    if implementation == "triton":
+        pytest.importorskip("jax_triton")
     arrays, options = case(name)
-    call = functools.partial(selective_scan, implementation="mosaic", **options)
+    call = functools.partial(selective_scan, implementation=implementation, **options)
     both = jax.jit(lambda a: values_and_gradients(lambda a: call(**a), a))
     # The allocator hands memory out again: fill it with NaN, so that what is not written shows.
     poison = [jnp.full((2**26,), jnp.nan) for _ in range(4)]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel of `selective_state_update` on a GPU, against the definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import devices, selective_state_update
+from pallas_kernels.selective_state_update import triton
+from tests.tolerances import BF16_GRAD, BF16_OUT, assert_close, norm_error
+
+
+def inputs(b=3, h=4, p=24, n=16, g=2, *, per_head=True, slots=None, dtype=jnp.bfloat16):
+    """Random arguments; per channel the h heads of p channels are e = h p channels."""
+    rng = np.random.default_rng(0)
+    channels = (h, p) if per_head else (h * p,)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return {
+        "state": normal(slots or b, *channels, n),
+        "x": normal(b, *channels).astype(dtype),
+        "dt": normal(b, h).astype(dtype) if per_head else normal(b, h * p).astype(dtype),
+        "A": -jnp.exp(normal(h) if per_head else normal(h * p, n)),
+        "B": normal(b, g, n).astype(dtype),
+        "C": normal(b, g, n).astype(dtype),
+        "D": normal(h) if per_head else normal(h * p),
+        "z": normal(b, *channels).astype(dtype),
+        "dt_bias": normal(h) if per_head else normal(h * p),
+    }
+
+
+def test_refuses_a_cpu():
+    assert "GPU" in triton.supports(devices.CPU, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("slots", [None, 5])
+def test_meets_the_definition_on_the_card(per_head, slots):
+    pytest.importorskip("jax_triton")
+    arrays = inputs(per_head=per_head, slots=slots)
+    indices = None if slots is None else jnp.asarray([4, -1, 0], jnp.int32)
+    call = functools.partial(selective_state_update, dt_softplus=True, state_indices=indices)
+
+    def both(implementation, arrays):
+        run = lambda a: call(**a, implementation=implementation)
+        outputs, transpose = jax.vjp(run, arrays)
+        (gradients,) = transpose(jax.tree.map(lambda v: jnp.cos(v * 3), outputs))
+        return outputs, gradients
+
+    got, got_gradients = both("triton", arrays)
+    wide = {name: value.astype(jnp.float32) for name, value in arrays.items()}
+    wanted, wanted_gradients = both("reference", wide)
+    for name, value, right in zip(("y", "state"), got, wanted, strict=True):
+        assert_close(name, value, right, BF16_OUT, norm_error)
+    for name, right in wanted_gradients.items():
+        # The cotangents come from y rounded to bf16.
+        assert_close(f"d{name}", got_gradients[name], right, 3 * BF16_GRAD, norm_error)
