@@ -3,8 +3,8 @@
 
     python -m benchmarks.conv_and_step [--out FILE]
 
-Bytes counted: convolution x in, y out (and x, dy in, dx out backward); state update the state in and
-out. The state is updated in place (donated), as in decoding.
+Bytes counted: convolution x in, y out (and x, dy in, dx out backward); state update the state in
+and out. The state is updated in place (donated), as in decoding.
 """
 
 import argparse
@@ -47,7 +47,10 @@ def conv(implementation=None) -> dict:
 def step(implementation, dtype) -> dict:
     """b64 h80 p64 n128, one group."""
     keys = jax.random.split(jax.random.key(0), 8)
-    normal = lambda i, *shape: jax.random.normal(keys[i], shape, jnp.bfloat16)
+
+    def normal(i, *shape):
+        return jax.random.normal(keys[i], shape, jnp.bfloat16)
+
     state = jax.random.normal(keys[0], (64, 80, 64, 128)).astype(dtype)
     arrays = {
         "x": normal(1, 64, 80, 64),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a Triton kernel from JAX through jax-triton, old (0.3) or new (0.4): the one place that knows.
+"""Calls a Triton kernel from JAX through jax-triton, whether 0.3 or 0.4.
 
 jax-triton 0.4 needs Triton 3.7 or later and names the outputs `out_type`; 0.3 runs with Triton 3.6
 and names them `out_shape`. Neither is imported before a kernel is asked for.

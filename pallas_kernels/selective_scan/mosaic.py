@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`selective_scan` on Hopper: what the Mosaic GPU kernels serve.
 
-    segmented.py        how the kernels are put together
-    mosaic_steps.py     what a lane does for one token, and the sizes
-    mosaic_layout.py    arrays into the kernels' form and back; where to cut the sequence
-    mosaic_forward.py   outputs; states of segments
-    mosaic_backward.py  gradients; cotangents of segments' states
+segmented.py        how the kernels are put together
+mosaic_steps.py     what a lane does for one token, and the sizes
+mosaic_layout.py    arrays into the kernels' form and back; where to cut the sequence
+mosaic_forward.py   outputs; states of segments
+mosaic_backward.py  gradients; cotangents of segments' states
 """
 
 from jaxtyping import Array, Float

@@ -273,7 +273,10 @@ def segment_carries(
                 *carry, total = carried
                 for u in range(GROUP):
                     token = TILE - 1 - (j * GROUP + u)
-                    load = lambda name, token=token: steps.load(input_s[name].at[slot, token])
+
+                    def load(name, token=token):
+                        return steps.load(input_s[name].at[slot, token])
+
                     restart, real = steps.flags(rows_s, slot, token, plan)
                     step = steps.step_size(load("dt"), shift, plan, real)
                     dout = load("dy") if real is None else load("dy") * real

@@ -110,7 +110,10 @@ def scan(
     out_type = [jax.ShapeDtypeStruct(x.shape, out_dtype), per_segment]
     if keep:
         out_type.append(jax.ShapeDtypeStruct((plan.b, plan.tiles, n, plan.e), f32))
-    tile_type = lambda dtype: plgpu.SMEM((_STAGES, TILE, CHANNELS), dtype)
+
+    def tile_type(dtype):
+        return plgpu.SMEM((_STAGES, TILE, CHANNELS), dtype)
+
     scratch = [
         tile_type(x.dtype),
         tile_type(dt.dtype),

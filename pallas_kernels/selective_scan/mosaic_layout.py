@@ -39,7 +39,7 @@ def make_plan(x, n: int, groups: int, *, has_z: bool, softplus: bool, has_seq_id
 
 
 def count_segments(programs: int, tiles: int) -> int:
-    """Returns into how many pieces to cut a sequence of `tiles` that `programs` would walk whole."""
+    """Returns into how many segments to cut a sequence that `programs` would walk whole."""
 
     def time(segments: int) -> float:
         resident = -(-programs * segments // _MULTIPROCESSORS)

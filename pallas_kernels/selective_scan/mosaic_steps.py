@@ -165,7 +165,7 @@ def synchronize(interpret) -> None:
 def compiler_params() -> plgpu.CompilerParams:
     # Without the automatic barriers (two per token): a lane reads and writes shared memory of its
     # own channel only, and whatever crosses lanes stands behind an explicit commit.
-    # Lane semantics take the layouts as written here; the search for layouts of the other kind grows
+    # Lane semantics take the layouts as written here; the other kind's search for layouts grows
     # with the square of the unrolled code (minutes for the backward kernel) and finds the same.
     return plgpu.CompilerParams(
         approx_math=True,

@@ -135,8 +135,13 @@ def _plan(options, x, z, A, B, seq_idx):
 
 def _inputs(x, dt, z, A, B, C, D, bias, seq_idx, plan) -> dict:
     groups = B.shape[2]
-    channels = lambda value: layout.pad_channels(value.astype(jnp.float32), groups, plan)
-    sequence = lambda value: layout.pad_sequence(value, seq_idx, groups, plan)
+
+    def channels(value):
+        return layout.pad_channels(value.astype(jnp.float32), groups, plan)
+
+    def sequence(value):
+        return layout.pad_sequence(value, seq_idx, groups, plan)
+
     return {
         "x": sequence(x),
         "dt": sequence(dt),
@@ -179,8 +184,13 @@ def _scan_bwd(options, residuals, cotangents):
     gradients = options.kernels.scan_gradients(
         **inputs, dy=dy, kept=kept, carries=carries, plan=plan, interpret=options.interpret
     )
-    cut = lambda value: layout.cut_channels(value, groups, e)
-    by_channel = lambda value: cut(jnp.sum(value, axis=(0, 1)))
+
+    def cut(value):
+        return layout.cut_channels(value, groups, e)
+
+    def by_channel(value):
+        return cut(jnp.sum(value, axis=(0, 1)))
+
     # (b, blocks, t, 2 n) → (b, t, g, n) twice.
     drows = gradients["rows"].reshape(b, groups, plan.blocks_per_group, plan.t, 2 * plan.n)
     dB, dC = jnp.split(jnp.sum(drows, axis=2)[:, :, :t].swapaxes(1, 2), 2, axis=-1)

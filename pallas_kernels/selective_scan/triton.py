@@ -55,7 +55,10 @@ def _scan_gradients(x, dt, z, rows, rate, D, bias, dy, kept, carries, plan: Plan
     del interpret
     states, sums = _per_segment(plan)
     f32 = jnp.float32
-    like = lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+    def like(value):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
     padded_n = _power_of_two(plan.n)
     out_type = {
         "x": like(x),

@@ -62,9 +62,8 @@ def forward(x_p, dt_p, z_p, rows_p, rate_p, D_p, bias_p, states_p, y_p, end_p, k
     step, x, B, C, restart, real = _token(
         dt_p, x_p, rows_p, first, last, E, shift, ch, ns, N, ROW, SOFTPLUS, FLAGS)  # fmt: skip
     for t in range(first, last):
-        if KEEP:
-            if t % TILE == 0:
-                tl.store(kept_p + (row * TILES + t // TILE) * N * E + plane, h, mask=some)
+        if KEEP and t % TILE == 0:
+            tl.store(kept_p + (row * TILES + t // TILE) * N * E + plane, h, mask=some)
         # The next token's loads, before this one's arithmetic.
         step1, x1, B1, C1, restart1, real1 = _token(
             dt_p, x_p, rows_p, t + 1, last, E, shift, ch, ns, N, ROW, SOFTPLUS, FLAGS)  # fmt: skip
@@ -183,7 +182,7 @@ def carries(dt_p, z_p, dy_p, rows_p, rate_p, bias_p, carry_p, sum_p,
     last = tl.minimum(first + PER_SEGMENT * TILE, T)
     for i in range(first, last):
         t = last - 1 - (i - first)
-        step, dout, B, C, restart, real = _token(
+        step, dout, _B, C, restart, real = _token(
             dt_p + begin, dy_p + begin, rows_p, t, T, E, shift, ch, ns, N, ROW,
             SOFTPLUS, FLAGS)  # fmt: skip
         dout = dout * real

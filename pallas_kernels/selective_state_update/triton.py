@@ -42,7 +42,10 @@ def _update(options, arrays):
     (b, h, p), n, groups = x.shape, state.shape[3], a["B"].shape[1]
     slots = a.get("state_indices")
     indices = jnp.arange(b, dtype=jnp.int32) if slots is None else slots.astype(jnp.int32)
-    f32 = lambda name: jnp.zeros((h, 1)) if a.get(name) is None else a[name].astype(jnp.float32)
+
+    def f32(name):
+        return jnp.zeros((h, 1)) if a.get(name) is None else a[name].astype(jnp.float32)
+
     D, bias, A = f32("D"), f32("dt_bias"), f32("A")
     low, high = flags["dt_limit"]
     limited = (low, high) != (-math.inf, math.inf)

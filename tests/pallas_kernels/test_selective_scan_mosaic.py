@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernels of `selective_scan`: refusals, splitting, lowering, races; numbers on a GPU."""
+"""The GPU kernels of `selective_scan`: refusals, splitting, lowering, races; numbers on a card."""
 
 import functools
 
@@ -41,7 +41,10 @@ def case(name: str, **overrides) -> tuple[dict, dict]:
     options = sizes | CASES[name] | overrides
     b, t, e, n, g = (options[key] for key in sizes)
     rng = np.random.default_rng(3)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     arrays = {
         "x": normal(b, t, e),
         "dt": normal(b, t, e),
@@ -102,7 +105,10 @@ def canonical(arrays: dict, options: dict) -> dict:
 def interpreted(arrays, options):
     """Everything from the kernels on Pallas' GPU interpreter, which also looks for races."""
     parameters = plgpu.InterpretGPUParams(detect_races=True)
-    call = lambda a: mosaic.run(**canonical(a, options), interpret=parameters)
+
+    def call(a):
+        return mosaic.run(**canonical(a, options), interpret=parameters)
+
     return values_and_gradients(call, arrays)
 
 
@@ -116,8 +122,13 @@ def test_definition_is_met_by_the_interpreted_kernels(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_lowers_for_cuda(name):
     arrays, options = case(name)
-    call = lambda a: mosaic.run(**canonical(a, options))
-    both = lambda a: values_and_gradients(call, a)
+
+    def call(a):
+        return mosaic.run(**canonical(a, options))
+
+    def both(a):
+        return values_and_gradients(call, a)
+
     text = jax.jit(both).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
 

@@ -17,7 +17,10 @@ def inputs(b=3, h=4, p=24, n=16, g=2, *, per_head=True, slots=None, dtype=jnp.bf
     """Random arguments; per channel the h heads of p channels are e = h p channels."""
     rng = np.random.default_rng(0)
     channels = (h, p) if per_head else (h * p,)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     return {
         "state": normal(slots or b, *channels, n),
         "x": normal(b, *channels).astype(dtype),
@@ -45,7 +48,9 @@ def test_meets_the_definition_on_the_card(per_head, slots):
     call = functools.partial(selective_state_update, dt_softplus=True, state_indices=indices)
 
     def both(implementation, arrays):
-        run = lambda a: call(**a, implementation=implementation)
+        def run(a):
+            return call(**a, implementation=implementation)
+
         outputs, transpose = jax.vjp(run, arrays)
         (gradients,) = transpose(jax.tree.map(lambda v: jnp.cos(v * 3), outputs))
         return outputs, gradients
