@@ -386,7 +386,7 @@ def test_hub_ids(monkeypatch, tmp_path):
     assert from_pretrained("some/model", revision="main").config.d_model == 32
     assert asked == {"revision": "main", "allow_patterns": ["config.json", "pytorch_model.bin"]}
     hub.list_repo_files = hub.snapshot_download = offline
-    with pytest.raises(PretrainedError, match="no directory some/model, and .*: no network") as e:
+    with pytest.raises(PretrainedError, match=r"no directory some/model, and .*: no network") as e:
         from_pretrained("some/model")
     assert "\n" not in str(e.value)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
