@@ -104,7 +104,7 @@ def test_a_bf16_state_keeps_its_dtypes_and_y_does_not_see_the_rounding(implement
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_angles_stay_exact_over_many_steps(implementation):
-    """T19 in decoding: 65 536 equal increments, within 5e-3 of the exact angle."""
+    """T19 in decoding: the share of 4096 steps in the 5e-3 allowed after 65 536."""
     one = jnp.ones((1, 1))
     arrays = {
         "x": one[..., None],
@@ -123,10 +123,10 @@ def test_angles_stay_exact_over_many_steps(implementation):
     def step(_, state):
         return mamba3_step(state, **arrays, implementation=implementation)[1]
 
-    run = jax.jit(lambda s: jax.lax.fori_loop(0, 65536, step, s), compiler_options=FAST_COMPILE)
+    run = jax.jit(lambda s: jax.lax.fori_loop(0, 4096, step, s), compiler_options=FAST_COMPILE)
     off = float(run(empty).angle[0, 0, 0])
-    off -= np.pi * np.tanh(1.0) * np.float64(np.float32(0.05)) * 65536
-    assert abs(off - 2 * np.pi * np.round(off / (2 * np.pi))) <= 5e-3
+    off -= np.pi * np.tanh(1.0) * np.float64(np.float32(0.05)) * 4096
+    assert abs(off - 2 * np.pi * np.round(off / (2 * np.pi))) <= 5e-3 / 16
 
 
 BAD = {
