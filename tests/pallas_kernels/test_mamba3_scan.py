@@ -197,3 +197,153 @@ def test_angles_stay_exact_over_long_sequences(implementation, t):
     increment = np.pi * np.tanh(1.0) * np.float64(np.float32(0.05))
     off = float(final.angle[0, 0, 0]) - increment * t
     assert abs(off - 2 * np.pi * np.round(off / (2 * np.pi))) <= 5e-3 * t / 65536
+
+
+def test_wrap_keeps_the_angle_and_its_gradient():
+    angle = jnp.asarray([0.0, 3.0, -3.2, 100.0, -12345.678], jnp.float32)
+    wrapped = rotary.wrap(angle)
+    assert float(jnp.max(jnp.abs(wrapped))) <= np.pi + 1e-6
+    assert_close("turns", turns(wrapped), turns(angle), 1e-6)
+    assert np.array_equal(jax.grad(lambda v: jnp.sum(rotary.wrap(v)))(angle), np.ones(5))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("decay", [-1e3, -1e6, -np.inf, 0.0])
+def test_extreme_decays_and_steps(implementation, decay):
+    """T2: a token that forgets everything leaves the sums behind it exact; all stays finite."""
+    sizes = TESTS["siso"]
+    arrays, initial = random(12, sizes), state(13, sizes)
+    arrays["log_decay"][:, 5] = decay
+    arrays["log_decay"][:, 20] = -80
+    arrays["dt"][:, 9] = 1e-8
+    arrays["trap"][:, 3:6] = 60
+    arrays["trap"][:, 30] = -60
+    got = outputs_and_gradients(arrays, initial, None, implementation=implementation, chunk_size=32)
+    assert all(np.isfinite(v).all() for v in jax.tree.leaves(got))
+    assert_same(got, in_float64(arrays, initial, None), tolerances.FP32_OUT, tolerances.FP32_GRAD)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_later_tokens_change_nothing_before_them(implementation):
+    """T22: outputs before a changed token are bit-identical, and a repeated run is."""
+    sizes = TESTS["siso"]
+    arrays = random(14, sizes)
+    run = jax.jit(lambda a: mamba3_scan(**a, implementation=implementation, chunk_size=8)[0])
+    y = run(arrays)
+    assert np.array_equal(y, run(arrays))
+    k = 21
+    for name in ("x", "B", "C", "angles", "z", "log_decay"):
+        changed = dict(arrays)
+        changed[name] = arrays[name].copy()
+        changed[name][:, k:] *= 1.5
+        other = run(changed)
+        assert np.array_equal(other[:, :k], y[:, :k]), name
+        assert not np.array_equal(other[:, k:], y[:, k:]), name
+
+
+def test_gradients_repeat_bit_for_bit():
+    sizes = TESTS["mimo_rank2"]
+    arrays, initial = random(15, sizes), state(16, sizes)
+    first = outputs_and_gradients(arrays, initial, None, implementation="xla", chunk_size=8)
+    second = outputs_and_gradients(arrays, initial, None, implementation="xla", chunk_size=8)
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
+
+
+@pytest.mark.parametrize("name", ["siso", "mimo_rank4"])
+def test_bf16(name):
+    """Against the fp32 definition on the same rounded inputs."""
+    sizes = TESTS[name]
+    arrays = random(17, sizes)
+    rounded = {
+        k: jnp.asarray(v, jnp.bfloat16) if k in ("x", "B", "C", "z") else v
+        for k, v in arrays.items()
+    }
+    got = outputs_and_gradients(rounded, None, None, implementation="xla", chunk_size=16)
+    assert got[0]["y"].dtype == jnp.bfloat16 and got[0]["final.ssm"].dtype == jnp.float32
+    exact = {k: jnp.asarray(v, jnp.float32) for k, v in rounded.items()}
+    wanted = outputs_and_gradients(exact, None, None, implementation="reference")
+    assert_same(got, wanted, tolerances.BF16_OUT, tolerances.BF16_GRAD)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_float64(implementation):
+    sizes = TESTS["mimo_rank2"]
+    arrays, initial = random(18, sizes), state(19, sizes)
+    wanted = in_float64(arrays, initial, None)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda v: np.asarray(v, np.float64), (arrays, initial))
+        got = outputs_and_gradients(*wide, None, implementation=implementation, chunk_size=8)
+        assert got[0]["y"].dtype == jnp.float64 and got[0]["final.B"].dtype == jnp.float64
+        assert_same(got, wanted, 1e-12, 1e-12)
+
+
+def test_vmap_and_remat():
+    sizes = TESTS["siso"]
+    arrays = random(20, sizes)
+    per_row = {k: v[:, None] for k, v in part(arrays, slice(None), slice(9)).items() if v.ndim > 2}
+    per_row = {k: v for k, v in per_row.items() if k not in ("B_bias", "C_bias")}
+    shared = {k: v for k, v in arrays.items() if k not in per_row}
+
+    @jax.remat
+    def loss(per_row):
+        return jnp.sum(mamba3_scan(**per_row, **shared, implementation="xla", chunk_size=4)[0] ** 2)
+
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(per_row)
+    whole = jax.jit(jax.grad(loss))({k: v[:, 0] for k, v in per_row.items()})
+    for name, value in whole.items():
+        assert_close(name, mapped[name][:, 0], value, tolerances.FP32_GRAD, norm_error)
+
+
+def test_backward_keeps_only_states():
+    """The loop's gradient needs less room than one per-head B of the whole sequence."""
+    sizes = Sizes(b=1, t=1024, h=4, p=4, n=64, g=1, a=16)
+    arrays = random(21, sizes)
+    loss = jax.jit(jax.grad(lambda a: jnp.sum(mamba3_scan(**a, implementation="xla")[0])))
+    temp = loss.lower(arrays).compile().memory_analysis().temp_size_in_bytes
+    per_head = sizes.t * sizes.h * sizes.n * 4
+    assert temp < 2 * per_head, f"{temp} bytes, per-head B and C have {2 * per_head}"
+
+
+BAD = {
+    "B must have shape (b, t, r, g, n)": {"B": np.zeros((2, 37, 2, 10), np.float32)},
+    "x must have a real floating dtype": {"x": np.zeros((2, 37, 4, 3), np.int32)},
+    "C must have the dtype of x": {"C": np.zeros((2, 37, 1, 2, 10), np.float16)},
+    "must divide h=4": {
+        "B": np.zeros((2, 37, 1, 3, 10), np.float32),
+        "C": np.zeros((2, 37, 1, 3, 10), np.float32),
+    },
+    "angles must have shape (b, t, h, a)": {"angles": np.zeros((2, 37, 2, 4), np.float32)},
+    "at most n/2 angles": {"angles": np.zeros((2, 37, 4, 6), np.float32)},
+    "mimo_o needs mimo_x": {"mimo_o": np.zeros((4, 1, 3), np.float32)},
+    "mimo_z needs z": {
+        "mimo_x": np.zeros((4, 1, 3), np.float32),
+        "mimo_z": np.zeros((4, 1, 3), np.float32),
+        "z": None,
+    },
+    "num_documents needs seq_idx": {"num_documents": 2},
+    "seq_idx must have shape (b, t)": {"seq_idx": np.zeros((2, 36), np.int32)},
+    "initial_state must be a Mamba3State": {"initial_state": (1, 2, 3, 4)},
+    "initial_state.ssm must have shape (b, h, p, n)": {
+        "initial_state": state(0, TESTS["siso"])._replace(ssm=np.zeros((2, 4, 10, 3), np.float32))
+    },
+    "chunk_size must be at least 1": {"chunk_size": 0},
+    "implementation must be None or one of": {"implementation": "cuda"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_inputs_are_named(message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        mamba3_scan(**random(22, TESTS["siso"]) | BAD[message])
+    assert message in str(error.value)
+
+
+def test_ranks_without_mimo_x_are_refused():
+    arrays = random(23, TESTS["mimo_rank2"], bare=True)
+    del arrays["mimo_x"]
+    with pytest.raises(ValueError, match="r=1 ranks without mimo_x; got r=2"):
+        mamba3_scan(**arrays)
+
+
+def test_the_xla_implementation_is_chosen_without_a_gpu():
+    assert ": xla" in str(explain(mamba3_scan, **random(24, TESTS["siso"])))
