@@ -128,11 +128,12 @@ def main():
         print(f"{row:18}{'floor':10}{floor[0]:8.3f}{floor[1]:9.3f}", flush=True)
         for name, run in contenders(options.contenders).items():
             times = results[row][name] = measure(run, arrays, cotangent)
+            # After each cell: a run that is cut short keeps what it has.
+            timing.save(options.out, {"unit": "ms", "fields": ["fwd", "fwd+bwd"], "rows": results})
             if isinstance(times, str):
                 print(f"{row:18}{name:10}{times}", flush=True)
             else:
                 print(f"{row:18}{name:10}{times[0]:8.3f}{times[1]:9.3f}", flush=True)
-        timing.save(options.out, {"unit": "ms", "fields": ["fwd", "fwd+bwd"], "rows": results})
 
 
 if __name__ == "__main__":
