@@ -23,6 +23,8 @@ from pallas_kernels.ssd.mosaic_sums import decay_rows
 from pallas_kernels.ssd.mosaic_tiles import P, Q
 
 HEADDIMS = (32, 64, 128, 256)
+# Blocks along one axis of a grid.
+LARGEST_GRID = 2**16
 
 
 def supports(device: devices.Device, arguments: dict) -> str | None:
@@ -36,7 +38,9 @@ def supports(device: devices.Device, arguments: dict) -> str | None:
     wide = [k for k, v in arguments.items() if getattr(v, "dtype", None) == jnp.float64]
     if wide:
         return f"computes in float32, and {', '.join(wide)} is float64"
-    p, n = arguments["x"].shape[3], arguments["B"].shape[3]
+    (b, t, _, p), n = arguments["x"].shape, arguments["B"].shape[3]
+    if max(b, t // Q) >= LARGEST_GRID:
+        return f"b and t / {Q} must be below {LARGEST_GRID}, not {b} and {t // Q}"
     if p not in HEADDIMS:
         return f"headdim p must be one of {HEADDIMS}, not {p}"
     if n % 16 or n > 128:
@@ -109,7 +113,7 @@ def _forward(static, x, step, decay, B, C, D, z, initial, *, ungated):
     """Returns y, the final state, and what the backward pass keeps beside the inputs."""
     b, t, h, _ = x.shape
     g, n = B.shape[2:]
-    config = mosaic_config.choose_forward(b, t // Q, h, g, n)
+    config = mosaic_config.choose_forward(b, t // Q, h, g, gated=z is not None)
     rows = decay_rows(step, decay, for_backward=False, interpret=static.interpret)
     entering = None if initial is None else initial[:, None]
     if config.segments > 1:

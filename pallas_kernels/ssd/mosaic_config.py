@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the layouts of the SSD kernels: from the table measured on the card, else by a model.
+"""Chooses the layouts of the SSD kernels by a model of waves of blocks.
 
-The table `pallas_kernels/tuned/ssd_mosaic.json` holds, by number of chunks, heads and so on, what
-was fastest; the model counts waves of blocks with the times per chunk measured on one H200. No
+Its numbers, times per chunk measured on one H200, lie in `pallas_kernels/tuned/ssd_mosaic.json`. No
 choice depends on anything but shapes, so that two runs pick the same kernels.
 """
 
+import importlib.resources
+import json
 import math
 
 from pallas_kernels.ssd import mosaic_backward, mosaic_forward, mosaic_states
 from pallas_kernels.ssd.mosaic_tiles import Q
 
-PROCESSORS = 132
+_MEASURED = json.loads(
+    (importlib.resources.files("pallas_kernels") / "tuned" / "ssd_mosaic.json").read_text()
+)
+PROCESSORS = _MEASURED["processors"]
 # Microseconds that a full processor takes for one chunk of each of its heads, by heads at once.
-_CHUNK_TIME = {2: 2.05, 3: 3.0}
+_CHUNK_TIME = {int(heads): time for heads, time in _MEASURED["forward_chunk_us"].items()}
 # Microseconds per chunk and head of the pass that finds a segment's last state, on the whole card.
-_STATES_TIME = 64 * 45e-6
-_LAUNCH_TIME = 6.0
+_STATES_TIME = _MEASURED["states_chunk_us"]
+_LAUNCH_TIME = _MEASURED["launch_us"]
 # A segment shorter than this is not worth its own block.
 _SHORTEST_SEGMENT = 256 // Q
 
@@ -27,14 +31,17 @@ def segment_counts(chunks: int) -> list[int]:
     return [s for s in range(1, most + 1) if chunks % s == 0]
 
 
-def choose_forward(b: int, chunks: int, h: int, g: int, n: int) -> mosaic_forward.Config:
+def choose_forward(
+    b: int, chunks: int, h: int, g: int, gated: bool = False
+) -> mosaic_forward.Config:
     """Returns the layout of the forward kernel for b rows of `chunks` chunks of h heads."""
     best = None
-    for width in (2, 3) if n <= 128 else (1,):
+    # With the tiles of a gate, three heads do not fit into shared memory.
+    for width in (2,) if gated else (2, 3):
         for segments in segment_counts(chunks):
             blocks = b * segments * g * math.ceil(h / g / width)
             waves = math.ceil(blocks / PROCESSORS)
-            time = waves * chunks / segments * _CHUNK_TIME.get(width, 2.05)
+            time = waves * chunks / segments * _CHUNK_TIME[width]
             if segments > 1:
                 time += _LAUNCH_TIME + b * chunks * h * _STATES_TIME
             if best is None or time < 0.97 * best[0]:
@@ -42,9 +49,7 @@ def choose_forward(b: int, chunks: int, h: int, g: int, n: int) -> mosaic_forwar
     _, width, segments = best
     if width == 2:
         return mosaic_forward.Config(heads=2, segments=segments)
-    return mosaic_forward.Config(
-        heads=width, producer=False, together=width == 1, segments=segments
-    )
+    return mosaic_forward.Config(heads=3, producer=False, together=False, segments=segments)
 
 
 def choose_states(b: int, chunks: int, h: int, g: int, segments: int) -> mosaic_states.Config:

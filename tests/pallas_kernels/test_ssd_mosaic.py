@@ -8,12 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices, explain, ssd
+from pallas_kernels.ssd import (
+    mosaic,
+    mosaic_config,
+    mosaic_forward,
+    mosaic_rows,
+    mosaic_sums,
+    reference,
+)
 from tests.pallas_kernels.ssd_inputs import assert_same, outputs_and_gradients, random
 from tests.tolerances import BF16_GRAD, BF16_OUT
 
 BF16_NAMES = ("x", "B", "C", "z")
+INTERPRETER = plgpu.InterpretGPUParams()
 PACKED = [0, 0, 1, -1, 1, 2, 5, 5, -1, -1]
 
 # What differs from the plain call: sizes, and options of `random` and `ssd`.
@@ -128,7 +139,15 @@ def test_is_the_default_on_hopper():
     assert explain(ssd, device=devices.H200, **arrays).decisions[0].chosen == "mosaic"
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("small_state",)
+
+
+def thorough(names):
+    """The cases as parameters; all but the quick ones run only in the long test run."""
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", thorough(CASES))
 def test_lowers_for_cuda(name):
     arrays, options = case(name)
 
@@ -142,3 +161,89 @@ def test_lowers_for_cuda(name):
 
     text = jax.jit(both).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") >= 4
+
+
+SIMULATED = {
+    # Chunks enough that every slot of shared memory is used twice.
+    "two_heads": ({"t": 192, "h": 2}, {}, mosaic_forward.Config()),
+    "one_head": (
+        {"t": 150, "h": 1, "n": 48, "p": 32, "z": True},
+        {"seq_idx": True},
+        mosaic_forward.Config(heads=1, producer=False),
+    ),
+    "segments": (
+        {"t": 256, "h": 2, "g": 2, "D": None},
+        {},
+        mosaic_forward.Config(heads=1, producer=False, together=False, segments=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
+def test_simulated_without_races(name, monkeypatch):
+    sizes, options, layout = SIMULATED[name]
+    sizes = {"b": 1, "p": 64, "g": 1, "n": 64, "z": False, "D": "h"} | sizes
+    arrays = {k: jnp.asarray(v) for k, v in random(5, **sizes).items()}
+    for key in BF16_NAMES:
+        if key in arrays:
+            arrays[key] = (0.5 * arrays[key]).astype(jnp.bfloat16)
+    packed = np.resize(PACKED, sizes["t"])[None] if options else None
+    monkeypatch.setattr(mosaic_config, "choose_forward", lambda *a, **k: layout)
+    simulator = plgpu.InterpretGPUParams(detect_races=True)
+
+    def loss(run, arrays):
+        given = {"D": None, "z": None, **arrays}
+        y, state = run(
+            **given,
+            dt_softplus=True,
+            dt_limit=(0.0, math.inf),
+            seq_idx=packed,
+            num_documents=None,
+            chunk_size=None,
+        )
+        total = jnp.sum(y * weights["y"]) + jnp.sum(state * weights["final_state"])
+        return total, {"y": y, "final_state": state}
+
+    weights = cotangents(arrays)
+    results = {}
+    for key, run, inputs in (
+        ("got", functools.partial(mosaic.run, static=mosaic.Static(simulator)), arrays),
+        ("wanted", reference.run, widened(arrays)),
+    ):
+        both = jax.value_and_grad(functools.partial(loss, run), has_aux=True)
+        (_, outputs), gradients = both(inputs)
+        results[key] = outputs, gradients
+    assert_same(results["got"], results["wanted"], BF16_OUT, BF16_GRAD)
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("count", [3, 90])
+def test_rows_of_decays(count):
+    r = np.random.default_rng(0)
+    step = r.uniform(size=(1, 1, count, 64)).astype(np.float32)
+    decay = -3 * r.uniform(size=step.shape).astype(np.float32)
+    decay[0, 0, 0, 5] = mosaic_rows.FORGETS
+    p = np.cumsum(decay.astype(np.float64), axis=-1)
+    w = np.exp2(p[..., -1:] - p)
+    run = functools.partial(mosaic_sums.decay_rows, step, decay, interpret=INTERPRETER)
+    wanted = np.stack([p, p - np.log2(step), np.exp2(p), step * w], axis=3)
+    np.testing.assert_allclose(run(for_backward=False), wanted, rtol=1e-4, atol=1e-4)
+    wanted = np.stack([p, step, np.exp2(p), w], axis=3)
+    np.testing.assert_allclose(run(for_backward=True), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_pairs():
+    r = np.random.default_rng(1)
+    later, leaving = r.normal(size=(2, 1, 2, 40, 64)).astype(np.float32)
+    wanted = later @ np.tri(64) + leaving @ (1 - np.tri(64))
+    got = mosaic_sums.pair_sums(later, leaving, interpret=INTERPRETER)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "b, chunks, h, g", [(8, 32, 64, 1), (4, 64, 80, 1), (1, 1024, 64, 1), (1, 7, 3, 3)]
+)
+def test_layouts_cover_the_work(b, chunks, h, g):
+    forward = mosaic_config.choose_forward(b, chunks, h, g)
+    assert chunks % forward.segments == 0
+    assert (h // g) % mosaic_config.choose_backward(b, chunks, h, g).splits == 0
