@@ -112,7 +112,7 @@ def _scan(static, x, step, decay, B, C, D, z, initial):
 def _forward(static, x, step, decay, B, C, D, z, initial, *, ungated):
     """Returns y, the final state, and what the backward pass keeps beside the inputs."""
     b, t, h, _ = x.shape
-    g, n = B.shape[2:]
+    g = B.shape[2]
     config = mosaic_config.choose_forward(b, t // Q, h, g, gated=z is not None)
     rows = decay_rows(step, decay, for_backward=False, interpret=static.interpret)
     entering = None if initial is None else initial[:, None]
