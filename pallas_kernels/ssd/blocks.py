@@ -3,7 +3,8 @@
 
 Pure functions of arrays, called by the loop in `xla.py`. Notation of einsum: b batch, k chunk,
 q target and s source token in a chunk, g group, j head in its group (h = g * j), p headdim,
-n d_state; B and C stay per group. Operands of products have the dtype of x; everything else, and
+n d_state; B and C stay per group. A state is (b, g, n, j, p), so that most products take and give
+it as it lies. Operands of products have the dtype of x; everything else, and
 every sum, is in the dtype of the steps (float32, or float64). `README.md` derives the formulas.
 """
 
@@ -54,15 +55,14 @@ class _Parts(NamedTuple):
 
 
 def forward(
-    tokens: Tokens, D: Float[Array, "h p"] | None, state: Float[Array, "b h p n"]
-) -> tuple[Float[Array, "b k q h p"], Float[Array, "b k q h p"], Float[Array, "b h p n"]]:
+    tokens: Tokens, D: Float[Array, "h p"] | None, state: Float[Array, "b g n j p"]
+) -> tuple[Float[Array, "b k q h p"], Float[Array, "b k q h p"], Float[Array, "b g n j p"]]:
     """Returns the output, y before the gate and the state behind the block."""
     parts = _prepare(tokens)
     wide = parts.step.dtype
-    state = _by_group(state, parts.B.shape[3], axis=1)
     weights = (parts.scores * parts.decay).astype(parts.x.dtype)
     y = _product("bkgjqs,bksgjp->bkqgjp", weights, parts.stepped_x, wide)
-    chunk_states = _product("bksgn,bksgjp->bkgjpn", parts.B, _decayed_x(parts), wide)
+    chunk_states = _product("bksgn,bksgjp->bkgnjp", parts.B, _decayed_x(parts), wide)
     incoming, state = _pass_states(parts.decay_across, state, chunk_states)
     y += _read(parts, incoming) * parts.decay_in[..., None]
     y = y.reshape(tokens.x.shape)
@@ -70,17 +70,17 @@ def forward(
         y += parts.x.reshape(y.shape) * D[None, None, None]
     out = y if tokens.z is None else y * jax.nn.silu(_real(tokens.z, tokens).astype(y.dtype))
     out = _real(out, tokens).astype(tokens.x.dtype)
-    return out, y.astype(tokens.x.dtype), state.reshape(state.shape[0], -1, *state.shape[3:])
+    return out, y.astype(tokens.x.dtype), state
 
 
 def backward(
     tokens: Tokens,
     D: Float[Array, "h p"] | None,
     y: Float[Array, "b k q h p"] | None,
-    state: Float[Array, "b h p n"],
+    state: Float[Array, "b g n j p"],
     d_out: Float[Array, "b k q h p"],
-    d_state: Float[Array, "b h p n"],
-) -> tuple[Tokens, Float[Array, "h p"] | None, Float[Array, "b h p n"]]:
+    d_state: Float[Array, "b g n j p"],
+) -> tuple[Tokens, Float[Array, "h p"] | None, Float[Array, "b g n j p"]]:
     """Returns the cotangents of `tokens`, of `D` and of the state before the block.
 
     Args:
@@ -93,7 +93,6 @@ def backward(
     """
     parts = _prepare(tokens)
     wide, dtype, groups = parts.step.dtype, parts.x.dtype, parts.B.shape[3]
-    state, d_state = (_by_group(value, groups, axis=1) for value in (state, d_state))
     d_y, d_z = _gate_backward(tokens, y, _real(d_out, tokens).astype(wide))
     d_D = None if D is None else jnp.sum(d_y * parts.x.reshape(d_y.shape), axis=(0, 1, 2))
     d_skip = 0 if D is None else _by_group(d_y * D[None, None, None], groups, axis=3)
@@ -103,19 +102,19 @@ def backward(
     decayed_x = _decayed_x(parts)
     incoming, chunk_states = state[:, None], None
     if tokens.x.shape[1] > 1:
-        chunk_states = _product("bksgn,bksgjp->bkgjpn", parts.B, decayed_x, wide)
+        chunk_states = _product("bksgn,bksgjp->bkgnjp", parts.B, decayed_x, wide)
         incoming, _ = _pass_states(parts.decay_across, state, chunk_states)
     d_C, d_decay_in = _read_backward(parts, incoming.astype(dtype), d_y)
     d_read = (d_y * parts.decay_in[..., None]).astype(dtype)
-    d_incoming = _product("bkqgjp,bkqgn->bkgjpn", d_read, parts.C, wide)
+    d_incoming = _product("bkqgn,bkqgjp->bkgnjp", parts.C, d_read, wide)
     d_chunk_states, d_state, d_totals = _pass_states_backward(
         parts.decay_across, state, chunk_states, d_incoming, d_state
     )
 
     # What each chunk leaves behind.
     d_chunk_states = d_chunk_states.astype(dtype)
-    d_decayed_x = _product("bkgjpn,bksgn->bksgjp", d_chunk_states, parts.B, wide)
-    d_B = _product("bkgjpn,bksgjp->bksgn", d_chunk_states, decayed_x, wide)
+    d_decayed_x = _product("bksgn,bkgnjp->bksgjp", parts.B, d_chunk_states, wide)
+    d_B = _product("bksgjp,bkgnjp->bksgn", decayed_x, d_chunk_states, wide)
     d_decay_out = jnp.sum(d_decayed_x * parts.stepped_x, axis=-1) * parts.decay_out
 
     # Inside the chunk. The decay's exponents get d_weights * weights, entry by entry.
@@ -147,7 +146,7 @@ def backward(
         z=d_z,
         is_real=None,
     )
-    return cotangents, d_D, d_state.reshape(d_state.shape[0], -1, *d_state.shape[3:])
+    return cotangents, d_D, d_state
 
 
 def _prepare(tokens: Tokens) -> _Parts:
@@ -178,21 +177,21 @@ def _decayed_x(parts: _Parts) -> Float[Array, "b k s g j p"]:
     return (parts.stepped_x * parts.decay_out[..., None]).astype(parts.x.dtype)
 
 
-def _read(parts: _Parts, incoming: Float[Array, "b k g j p n"]) -> Float[Array, "b k q g j p"]:
+def _read(parts: _Parts, incoming: Float[Array, "b k g n j p"]) -> Float[Array, "b k q g j p"]:
     """What C reads from the chunk's incoming state, before that has decayed."""
     incoming = incoming.astype(parts.x.dtype)
-    return _product("bkqgn,bkgjpn->bkqgjp", parts.C, incoming, parts.step.dtype)
+    return _product("bkqgn,bkgnjp->bkqgjp", parts.C, incoming, parts.step.dtype)
 
 
 def _read_backward(
-    parts: _Parts, incoming: Float[Array, "b k g j p n"], d_y: Float[Array, "b k q g j p"]
+    parts: _Parts, incoming: Float[Array, "b k g n j p"], d_y: Float[Array, "b k q g j p"]
 ) -> tuple[Float[Array, "b k q g n"], Float[Array, "b k g j q"]]:
     """Returns what reading the incoming state adds to the cotangents of C and of `decay_in`.
 
     The latter is that of its exponent. Per head first, so that one product serves both.
     """
     dtype, wide = parts.x.dtype, parts.step.dtype
-    per_head = _product("bkqgjp,bkgjpn->bkgjqn", d_y.astype(dtype), incoming, wide)
+    per_head = _product("bkqgjp,bkgnjp->bkgjqn", d_y.astype(dtype), incoming, wide)
     per_head *= _time_last(parts.decay_in)[..., None]
     C = jnp.moveaxis(parts.C, 2, 3)[:, :, :, None]
     return jnp.moveaxis(jnp.sum(per_head, axis=3), 2, 3), jnp.sum(per_head * C, axis=-1)
@@ -200,35 +199,35 @@ def _read_backward(
 
 def _pass_states(
     decay_across: Float[Array, "b g j k+1 k+1"],
-    state: Float[Array, "b g j p n"],
-    chunk_states: Float[Array, "b k g j p n"],
-) -> tuple[Float[Array, "b k g j p n"], Float[Array, "b g j p n"]]:
+    state: Float[Array, "b g n j p"],
+    chunk_states: Float[Array, "b k g n j p"],
+) -> tuple[Float[Array, "b k g n j p"], Float[Array, "b g n j p"]]:
     """Returns the state before each chunk and the one behind the last."""
     if chunk_states.shape[1] == 1:
-        leaving = decay_across[..., 1, 0, None, None] * state + chunk_states[:, 0]
-        return state[:, None], leaving
+        decay = decay_across[:, :, None, :, None, 1, 0]
+        return state[:, None], decay * state + chunk_states[:, 0]
     sources = jnp.concatenate([state[:, None], chunk_states], axis=1)
-    states = _across("bgjcz,bzgjpn->bcgjpn", decay_across, sources)
+    states = _across("bgjcz,bzgnjp->bcgnjp", decay_across, sources)
     return states[:, :-1], states[:, -1]
 
 
 def _pass_states_backward(
     decay_across: Float[Array, "b g j k+1 k+1"],
-    state: Float[Array, "b g j p n"],
-    chunk_states: Float[Array, "b k g j p n"] | None,
-    d_incoming: Float[Array, "b k g j p n"],
-    d_leaving: Float[Array, "b g j p n"],
-) -> tuple[Float[Array, "b k g j p n"], Float[Array, "b g j p n"], Float[Array, "b k g j"]]:
+    state: Float[Array, "b g n j p"],
+    chunk_states: Float[Array, "b k g n j p"] | None,
+    d_incoming: Float[Array, "b k g n j p"],
+    d_leaving: Float[Array, "b g n j p"],
+) -> tuple[Float[Array, "b k g n j p"], Float[Array, "b g n j p"], Float[Array, "b k g j"]]:
     """Returns the cotangents of the chunk states, of `state` and of the chunks' log decays."""
     if chunk_states is None:
         decay = decay_across[..., 1, 0]
-        d_total = decay * jnp.sum(d_leaving * state, axis=(-1, -2))
-        d_state = d_incoming[:, 0] + decay[..., None, None] * d_leaving
+        d_total = decay * jnp.sum(d_leaving * state, axis=(2, 4))
+        d_state = d_incoming[:, 0] + decay[:, :, None, :, None] * d_leaving
         return d_leaving[:, None], d_state, d_total[:, None]
     sources = jnp.concatenate([state[:, None], chunk_states], axis=1)
     d_states = jnp.concatenate([d_incoming, d_leaving[:, None]], axis=1)
-    d_sources = _across("bgjcz,bcgjpn->bzgjpn", decay_across, d_states)
-    d_across = _across("bcgjpn,bzgjpn->bgjcz", d_states, sources)
+    d_sources = _across("bgjcz,bcgnjp->bzgnjp", decay_across, d_states)
+    d_across = _across("bcgnjp,bzgnjp->bgjcz", d_states, sources)
     d_totals = chunking.segment_sums_transpose(jnp.tril(d_across) * decay_across)[..., 1:]
     return d_sources[:, 1:], d_sources[:, 0], jnp.moveaxis(d_totals, -1, 1)
 

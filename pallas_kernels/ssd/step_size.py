@@ -19,6 +19,8 @@ def step_size(
     A step of 0 leaves the state as it is, so that padding needs no other care in a recurrence. The
     gradient stops where a limit bites; at the limit itself it passes.
     """
+    # Before as well as after: what stands at padding may be NaN, and so would its gradient be.
+    dt = dt if is_real is None else jnp.where(is_real[..., None], dt, 0)
     step = dt.astype(dtype)
     step = step if dt_bias is None else step + dt_bias.astype(dtype)[None, None]
     step = jax.nn.softplus(step) if dt_softplus else step

@@ -46,9 +46,11 @@ def run(
     wide = jnp.result_type(jnp.float32, *(array.dtype for array in arrays if array is not None))
     if D is not None:
         D = jnp.broadcast_to((D if D.ndim == 2 else D[:, None]).astype(wide), x.shape[2:])
-    (b, t, h, p), n = x.shape, B.shape[3]
-    shape = (b, num_documents, h, p, n) if num_documents else (b, h, p, n)
-    state = jnp.zeros(shape, wide) if initial_state is None else initial_state.astype(wide)
+    (b, t, h, p), (g, n) = x.shape, B.shape[2:]
+    # A state is (b, g, n, j, p) in the loop, j the heads of a group; s documents come after b.
+    rows = (b, num_documents) if num_documents else (b,)
+    state = jnp.zeros((*rows, h, p, n), wide) if initial_state is None else initial_state
+    state = jnp.moveaxis(state.astype(wide).reshape(*rows, g, h // g, p, n), -1, -3)
     device = devices.target_device()
     q = chunking.choose_chunk_size(device, t, chunk_size)
 
@@ -63,11 +65,11 @@ def run(
         tokens = tokens._replace(is_real=None)
         tokens = jax.tree.map(lambda values: to_places(values, alignment), tokens)
         y, state = _scan((1, q), tokens, D, state, alignment.slot)
-        return to_tokens(y, alignment), state
+        return to_tokens(y, alignment), _public_state(state)
     k = chunking.chunks_per_block(device, -(-t // q), b * h * q * q)
     tokens = jax.tree.map(lambda values: chunking.pad_time(values, k * q), tokens)
     y, state = _scan((k, q), tokens, D, state, None)
-    return y[:, :t], state
+    return y[:, :t], _public_state(state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,7 +80,7 @@ def _scan(sizes, tokens, D, state, slot):
       sizes: (k, q): chunks in a block and tokens in a chunk.
       tokens: Arrays (b, t, ...), t a multiple of k * q.
       D: (h, p) or None.
-      state: (b, h, p, n), or (b, s, h, p, n) with `slot`.
+      state: (b, g, n, j, p), or (b, s, g, n, j, p) with `slot`.
       slot: (b, c). The state that each block, then one chunk, continues; or None.
 
     Returns:
@@ -99,7 +101,7 @@ def _scan_forward(sizes, tokens, D, state, slot):
         return _put(out, new_out, i), y, before, _replace(state, slot, i, leaving)
 
     y = None if tokens.z is None else jnp.zeros_like(tokens.x)
-    before = jnp.zeros((num_blocks, state.shape[0], *state.shape[-3:]), state.dtype)
+    before = jnp.zeros((num_blocks, state.shape[0], *state.shape[-4:]), state.dtype)
     out, y, before, state = _loop(num_blocks, body, (jnp.zeros_like(tokens.x), y, before, state))
     return (out, state), (tokens, D, y, before, slot)
 
@@ -130,6 +132,11 @@ def _scan_backward(sizes, residuals, cotangents):
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
+def _public_state(state: Float[Array, "... g n j p"]) -> Float[Array, "... h p n"]:
+    *rows, g, n, j, p = state.shape
+    return jnp.moveaxis(state, -3, -1).reshape(*rows, g * j, p, n)
+
+
 def _loop(count, body, carry):
     """`fori_loop`; a single round is no loop, so that XLA sees through it."""
     return body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
@@ -153,11 +160,11 @@ def _put(values: Array, block: Array, i) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(values, block, i * k * q, axis=1)
 
 
-def _pick(states: Array, slot: Int[Array, "b c"] | None, i) -> Float[Array, "b h p n"]:
+def _pick(states: Array, slot: Int[Array, "b c"] | None, i) -> Float[Array, "b g n j p"]:
     """The state that block i continues."""
     if slot is None:
         return states
-    return jnp.take_along_axis(states, slot[:, i][:, None, None, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(states, slot[:, i].reshape(-1, *(1,) * 5), axis=1)[:, 0]
 
 
 def _replace(states: Array, slot: Int[Array, "b c"] | None, i, state: Array) -> Array:

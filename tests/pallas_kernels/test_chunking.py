@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import chunking, devices
 from tests.tolerances import assert_close
 
-LENGTHS = [1, 5, 16, 17, 50, 64, 300]
+LENGTHS = [1, 16, 17, 64, 300]
 
 
 def log_decays(q: int) -> np.ndarray:
@@ -27,23 +27,25 @@ def test_segment_decays(q):
     for i in range(q):
         for j in range(i + 1):
             wanted[..., i, j] = np.exp(values[..., j + 1 : i + 1].sum(-1, dtype=np.float64))
-    assert_close("decays", chunking.segment_decays(jnp.asarray(values)), wanted, 3e-7)
+    assert_close("decays", jax.jit(chunking.segment_decays)(values), wanted, 3e-7)
 
 
 @pytest.mark.parametrize("q", LENGTHS)
 def test_gradient_of_segment_decays(q):
     values = log_decays(q)
     cotangent = np.random.default_rng(1).normal(size=(2, 3, q, q)).astype(np.float32)
-    decays, transpose = jax.vjp(chunking.segment_decays, jnp.asarray(values))
+    decays = jax.jit(chunking.segment_decays)(values)
     exponents = np.tril(cotangent * np.asarray(decays, np.float64), -1)
+    weighted = jax.jit(jax.grad(lambda v: jnp.sum(chunking.segment_decays(v) * cotangent)))
+    gradient = weighted(values)
     wanted = np.stack([exponents[..., k:, :k].sum((-1, -2)) for k in range(q)], -1)
-    assert_close("cotangent", transpose(jnp.asarray(cotangent))[0], wanted, 1e-6)
+    assert_close("cotangent", gradient, wanted, 1e-6)
 
 
 def test_a_gradient_behind_a_forgotten_token_is_exact():
     """A difference of row and column sums would leave about 1e-7 of them: here exactly 0."""
     values = jnp.full((40,), -0.01).at[25].set(chunking.FORGETS)
-    gradient = jax.grad(lambda v: jnp.sum(chunking.segment_decays(v)))(values)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(chunking.segment_decays(v))))(values)
     assert gradient[25] == 0
     others = np.delete(np.asarray(gradient), [0, 25])
     assert gradient[0] == 0 and np.all(others > 0)

@@ -112,7 +112,7 @@ def test_any_length_with_any_chunk_size(t, chunk_size):
     np.testing.assert_allclose(got, wanted, rtol=2e-5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     t=st.sampled_from([1, 15, 16, 17, 37]),
     chunk_size=st.sampled_from([1, 5, 16, 20]),
