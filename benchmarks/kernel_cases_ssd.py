@@ -70,7 +70,7 @@ def _backward_cases():
         states = ((B, T // 64, H, 64, n), BF16)
         D = ((H, 64), F32) if skip else None
         arguments = (x, x, rows, maps, maps, D, states, states)
-        yield Case(f"ssd backward n={n} {config}", functools.partial(run, config), arguments)
+        yield Case(f"ssd backward n={n} {config}", functools.partial(run, config), arguments, 64)
 
 
 def _sums_cases():

@@ -165,7 +165,7 @@ def test_lowers_for_cuda(name):
 
 SIMULATED = {
     # Chunks enough that every slot of shared memory is used twice.
-    "two_heads": ({"t": 192, "h": 2}, {}, mosaic_forward.Config()),
+    "two_heads": ({"t": 192, "h": 2, "D": None}, {}, mosaic_forward.Config()),
     "one_head": (
         {"t": 150, "h": 1, "n": 48, "p": 32, "z": True},
         {"seq_idx": True},
