@@ -136,7 +136,7 @@ def mamba3_scan(
         "mimo_o": mimo_o,
         "norm_weight": norm_weight,
     }
-    sizes = check_token_arguments("mamba3_scan", ("b", "t"), **arrays)
+    sizes = check_token_arguments("mamba3_scan", ("b", "t"), arrays)
     check("mamba3_scan", Arg("seq_idx", seq_idx, "b t", "int"), b=sizes["b"], t=sizes["t"])
     check_positive("mamba3_scan", "num_documents", num_documents)
     check_positive("mamba3_scan", "chunk_size", chunk_size)
@@ -156,7 +156,7 @@ def mamba3_scan(
     return dispatch.run(OPERATION, as_arrays(arrays | options), implementation)
 
 
-def check_token_arguments(op: str, batch: tuple[str, ...], **arrays: Array | None) -> dict:
+def check_token_arguments(op: str, batch: tuple[str, ...], arrays: dict[str, Array | None]) -> dict:
     """Checks the arrays that `mamba3_scan` and `mamba3_step` share; returns axis letter → size.
 
     `batch` holds the leading axes of what differs between tokens; see the two functions' Raises.

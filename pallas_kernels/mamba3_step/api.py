@@ -111,7 +111,7 @@ def mamba3_step(
         "mimo_o": mimo_o,
         "norm_weight": norm_weight,
     }
-    sizes = check_token_arguments("mamba3_step", ("b",), **arrays)
+    sizes = check_token_arguments("mamba3_step", ("b",), arrays)
     check("mamba3_step", Arg("state_indices", state_indices, "b", "int"), b=sizes["b"])
     rows = "b" if state_indices is None else "slots"
     check_state("mamba3_step", "state", state, (rows,), sizes)

@@ -163,6 +163,7 @@ def synchronize(interpret) -> None:
 
 
 def compiler_params() -> plgpu.CompilerParams:
+    """How these kernels are compiled."""
     # Without the automatic barriers (two per token): a lane reads and writes shared memory of its
     # own channel only, and whatever crosses lanes stands behind an explicit commit.
     # Lane semantics take the layouts as written here; the other kind's search for layouts grows
