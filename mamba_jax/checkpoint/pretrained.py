@@ -187,7 +187,8 @@ def _check(
     if config.tie_embeddings and _HEAD in stored:
         wanted[_HEAD] = wanted[_EMBEDDING]
     faults = [f"missing {name} {list(wanted[name])}" for name in wanted if name not in stored]
-    faults += [f"unexpected {name} {list(stored[name].shape)}" for name in stored - wanted.keys()]
+    extra = stored.keys() - wanted.keys()
+    faults += [f"unexpected {name} {list(stored[name].shape)}" for name in extra]
     for name in wanted.keys() & stored.keys():
         tensor = stored[name]
         if tensor.shape != wanted[name]:

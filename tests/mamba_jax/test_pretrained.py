@@ -347,7 +347,7 @@ def test_what_a_format_cannot_express_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_loading_onto_a_mesh_places_the_shards():
+def test_loading_onto_a_mesh_places_the_shards_and_writes_the_same_text():
     mesh = make_mesh(data=1, fsdp=2, tensor=2, devices=jax.devices()[:4])
     model = from_pretrained(DATA / "lm_mamba2", mesh=mesh)
     alone = from_pretrained(DATA / "lm_mamba2")
@@ -359,6 +359,10 @@ def test_loading_onto_a_mesh_places_the_shards():
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
+    expected = np.load(DATA / "lm_mamba2" / "expected.npz")["out.greedy_ids"]
+    with jax.set_mesh(mesh):
+        text = generate(model, expected[:, :9], max_length=expected.shape[1])
+    np.testing.assert_array_equal(text.sequences, expected)
 
 
 def test_the_safetensors_library_reads_and_writes_the_same(tmp_path):
