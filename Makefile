@@ -11,8 +11,10 @@ BIN := .venv/bin
 demo: .venv/demo-installed
 	$(BIN)/python -m train demo --layer $(LAYER)
 
-test: .venv/test-installed
+# The newest JAX; then the GPU kernels, lowered and simulated without a GPU, with the JAX they are for.
+test: .venv/test-installed .venv-kernels/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	.venv-kernels/bin/python -m pytest -n 2 tests/pallas_kernels/test_*_mosaic.py
 
 test-all: .venv/test-installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow'
@@ -29,10 +31,16 @@ lint: .venv/test-installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
+.venv-kernels/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m venv .venv-kernels
+	.venv-kernels/bin/python -m pip install --quiet --editable . jax==0.11.2 flax==0.12.10 pytest \
+	  pytest-xdist hypothesis
+	touch $@
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 12) else \
 	f"mamba_jax needs Python >= 3.12; {sys.executable} is {v[0]}.{v[1]} (set PYTHON=...)")'
 	$(PYTHON) -m venv .venv
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-kernels build dist *.egg-info

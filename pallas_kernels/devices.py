@@ -42,6 +42,10 @@ class Device:
 
 
 CPU = Device("cpu", kind="cpu")
+
+# Mosaic GPU's lowering changes with every minor release of JAX; a release is added here once the
+# kernels' tests pass under it.
+MOSAIC_JAX = ("0.11",)
 H200 = Device("gpu", "nvidia", "NVIDIA H200", (9, 0))
 
 _assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
@@ -74,6 +78,16 @@ def target_device() -> Device:
         same_kind = (d for d in jax.devices() if d.device_kind == abstract.device_kind)
         concrete = next(same_kind, concrete)
     return describe(concrete)
+
+
+def mosaic_refusal(device: Device) -> str | None:
+    """Why no Mosaic GPU kernel can run on `device` under this JAX; None if one can."""
+    if not device.is_hopper:
+        return f"needs a Hopper GPU (compute capability 9.0), not {device}"
+    if ".".join(jax.__version__.split(".")[:2]) not in MOSAIC_JAX:
+        tested = " and ".join(f"{version}.x" for version in MOSAIC_JAX)
+        return f"the kernels are tested with jax {tested}; this is {jax.__version__}"
+    return None
 
 
 def describe(device: jax.Device) -> Device:

@@ -4,6 +4,8 @@
 import jax
 import pytest
 
+from pallas_kernels import devices
+
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of the suite's time; the passes left out here are LLVM's, not XLA's.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -18,7 +20,11 @@ def key():
 
 
 def pytest_collection_modifyitems(items):
-    """Skips GPU tests, with the reason, where there is no CUDA GPU."""
+    """Skips, with the reason, GPU tests without a CUDA GPU and kernels under an untested JAX."""
+    if (reason := devices.mosaic_refusal(devices.H200)) is not None:
+        for item in items:
+            if item.path.name.endswith("_mosaic.py"):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(

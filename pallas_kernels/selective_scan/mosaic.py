@@ -23,9 +23,7 @@ _KERNELS = segmented.Kernels(
 
 def supports(device: devices.Device, arguments: dict) -> str | None:
     """Returns None if the kernels can run this call, else why they cannot."""
-    if not device.is_hopper:
-        return f"the kernels are for Hopper (compute capability 9.0), not {device}"
-    return segmented.refusal(arguments)
+    return devices.mosaic_refusal(device) or segmented.refusal(arguments)
 
 
 def run(*, interpret=None, **arguments) -> tuple[Float[Array, "b t e"], Float[Array, "b e n"]]:

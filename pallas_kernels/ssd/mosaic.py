@@ -29,8 +29,8 @@ LARGEST_GRID = 2**16
 
 def supports(device: devices.Device, arguments: dict) -> str | None:
     """Hopper, bf16, the usual head and state sizes, one state per row."""
-    if not device.is_hopper:
-        return f"needs a Hopper GPU (compute capability 9.0), not {device}"
+    if (reason := devices.mosaic_refusal(device)) is not None:
+        return reason
     if arguments["x"].dtype != jnp.bfloat16:
         return f"x, B, C and z must be bfloat16, not {arguments['x'].dtype}"
     if arguments["num_documents"] is not None:
