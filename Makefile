@@ -6,7 +6,7 @@ PYTHON ?= python3
 LAYER ?= Mamba2
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint kernels-check notebooks clean
+.PHONY: demo test test-all lint kernels-check clean
 
 demo: .venv/demo-installed
 	$(BIN)/python -m train demo --layer $(LAYER)
@@ -18,6 +18,12 @@ test: .venv/test-installed .venv-kernels/installed
 
 test-all: .venv/test-installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow or not slow'
+
+# Compiles every GPU kernel for sm_90a, without a GPU, and checks registers, spills and instructions.
+kernels-check: .venv-kernels/installed
+	.venv-kernels/bin/python -m pip install --quiet jax-cuda13-plugin==0.11.2 \
+	  jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-nvjitlink triton
+	.venv-kernels/bin/python -m benchmarks.kernels_check
 
 lint: .venv/test-installed
 	$(BIN)/ruff check .
