@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Mamba3State, explain, mamba3_scan, seq_idx_from_cu_seqlens
-from pallas_kernels.mamba3_scan import rotary
+from pallas_kernels.mamba3_scan import rotary, xla
 from pallas_kernels.mamba3_scan.shapes import TESTS, Sizes
 from tests import golden, tolerances
 from tests.pallas_kernels.mamba3_inputs import (
@@ -116,7 +116,7 @@ def test_chunk_size_changes_nothing(chunk_size):
 @pytest.mark.parametrize("name", ["siso", "mimo_rank2"])
 def test_stretches_of_several_chunks(name, monkeypatch):
     """As on a GPU, where many chunks are handled at once; packed and padded too."""
-    monkeypatch.setattr("pallas_kernels.mamba3_scan.xla._HEAD_CHUNKS", {"cpu": 24})
+    monkeypatch.setattr(xla, "_HEAD_CHUNKS", {"cpu": 24})
     sizes = TESTS[name]
     arrays, initial = random(5, sizes), state(6, sizes)
     seq_idx = np.repeat([3, -1, 3, 0, -1, 4, 0], [2, 2, 5, 9, 3, 15, 1])[None].repeat(2, axis=0)
