@@ -115,7 +115,7 @@ def scan(
             def add_up(token, side):
                 rows = plgpu.load(sums_s.at[side], layout=_SUMS, optimized=False)
                 at = pl.ds(token * 2 * n, summed * 2 * n)
-                drows_g[row, block, at] = jnp.sum(rows, axis=1)
+                steps.store_sums(drows_g.at[row, block, at], jnp.sum(rows, axis=1))
 
             def back(j, carried):
                 h, (carry, dA, dD, dbias) = carried

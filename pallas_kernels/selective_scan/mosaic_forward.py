@@ -16,8 +16,9 @@ from pallas_kernels.selective_scan import mosaic_steps as steps
 from pallas_kernels.selective_scan.mosaic_steps import CHANNELS, TILE, Plan
 
 _STAGES = 3
-# Tokens whose code is one straight line.
-_GROUP = TILE
+# Tokens whose code is one straight line: a tile's where two programs share a multiprocessor, fewer
+# (and fewer registers) where a split sequence puts four there.
+_GROUP, _SPLIT_GROUP = TILE, 4
 
 
 def scan(
@@ -36,7 +37,7 @@ def scan(
     interpret=None,
 ) -> tuple[Array, Array, Array | None]:
     """Returns (y, state after each segment, state before each tile if `keep`)."""
-    n = plan.n
+    n, size = plan.n, _GROUP if plan.segments == 1 else _SPLIT_GROUP
 
     def body(*refs):
         refs = list(refs)
@@ -75,7 +76,7 @@ def scan(
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
             def group(j, h):
-                tokens = [j * _GROUP + u for u in range(_GROUP)]
+                tokens = [j * size + u for u in range(size)]
                 xs = [steps.load(x_s.at[slot, token]) for token in tokens]
                 dts = [steps.load(dt_s.at[slot, token]) for token in tokens]
                 zs = [steps.load(z_s.at[slot, token]) for token in tokens] if plan.has_z else []
@@ -93,7 +94,7 @@ def scan(
                     y_s[out, token] = ys[u].astype(y_s.dtype)
                 return h
 
-            h = lax.fori_loop(0, TILE // _GROUP, group, h)
+            h = lax.fori_loop(0, TILE // size, group, h)
             plgpu.commit_smem()
             times = pl.ds((first + i) * TILE, TILE)
             plgpu.copy_smem_to_gmem(y_s.at[out], y_g.at[row, times, channels])
@@ -145,7 +146,7 @@ def segment_states(
     interpret=None,
 ) -> tuple[Float[Array, "b segments n e"], Float[Array, "b segments e"]]:
     """Returns (state after each segment walked from zero, sum of its steps)."""
-    n = plan.n
+    n, size = plan.n, _SPLIT_GROUP
 
     def body(x_g, dt_g, rows_g, rate_g, bias_g, end_g, sum_g, x_s, dt_s, rows_s, full):
         row, block, segment = steps.block_indices()
@@ -172,8 +173,8 @@ def segment_states(
 
             def group(j, carry):
                 *h, total = carry
-                for u in range(_GROUP):
-                    token = j * _GROUP + u
+                for u in range(size):
+                    token = j * size + u
                     restart, real = steps.flags(rows_s, slot, token, plan)
                     step = steps.step_size(steps.load(dt_s.at[slot, token]), shift, plan, real)
                     x = steps.load(x_s.at[slot, token])
@@ -181,7 +182,7 @@ def segment_states(
                     total = total + step
                 return (*h, total)
 
-            carry = lax.fori_loop(0, TILE // _GROUP, group, carry)
+            carry = lax.fori_loop(0, TILE // size, group, carry)
             # Every lane has read the slot before it is filled again.
             plgpu.commit_smem()
             pl.when(i + _STAGES < count)(lambda: fetch(i + _STAGES, slot))

@@ -100,6 +100,15 @@ def full(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((CHANNELS,), value, jnp.float32), lanes())
 
 
+def store_sums(ref, sums: jax.Array) -> None:
+    """Stores sums over the lanes, which several lanes hold, to device memory."""
+    # JAX 0.12 stores whole sectors only, unless told otherwise; 0.11 has no way to be told.
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, sums, optimized=False)
+    else:
+        ref[...] = sums
+
+
 def softplus(v: jax.Array, plan: "Plan") -> jax.Array:
     """log(1 + exp(v)), accurate in relative terms also where it is small."""
     u = jnp.exp2(jnp.abs(v) * -LOG2E)
