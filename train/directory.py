@@ -76,12 +76,13 @@ def finish(config: TrainConfig, signal: str, last: int, show: Show) -> None:
       show: Shows a line.
     """
     directory = Path(config.directory)
-    if jax.process_index() == 0:
-        metrics.plot(directory / METRICS, directory / PLOT, config.name)
     if signal:
+        # First: whoever sent the signal may not wait for the curve.
         show(f"stopped by {signal} after step {last}; --resume goes on from there")
         if jax.process_index() == 0:
             write_whole(directory / STOPPED, f"{signal} after step {last}\n")
+    if jax.process_index() == 0:
+        metrics.plot(directory / METRICS, directory / PLOT, config.name)
     for name, what in (
         (CHECKPOINTS, "checkpoints"),
         (METRICS, "metrics"),
