@@ -81,7 +81,10 @@ def run(
     ssm = state.ssm + _look_back(state, later, span, parameters.mimo_x)
     entering = Carry(state.angle, rotary.pairs_first(ssm, **pairs))
     ordered = _pairs_first(tokens, **pairs), _pairs_first(parameters, **pairs)
-    padded = jax.tree.map(lambda v: chunking.pad_time(v, layout.num_tokens), (ordered[0], marks))
+    padded = (
+        jax.tree.map(lambda v: chunking.pad_time(v, layout.num_tokens), ordered[0]),
+        _pad_marks(marks, layout.num_tokens),
+    )
     if placement is None:
         entering = jax.tree.map(lambda v: v[:, 0], entering)
     slots = None if placement is None else placement.slots
@@ -111,14 +114,23 @@ def _weigh(
             jnp.where(documents.is_real[..., None], v, 0) for v in (dt, log_decay, trap)
         )
     if seq_idx is not None and not one_document:
-        before = jnp.pad(documents.document[:, :-1], ((0, 0), (1, 0)))
-        marks = Marks(documents.is_real, documents.document, before)
+        marks = Marks(documents.is_real, documents.document, None)
     starts = None if documents is None or one_document else documents.starts
     log_decay = chunking.bounded_log_decay(log_decay, starts)
     gate = jax.nn.sigmoid(trap)
     now, later = gate * dt, (1 - gate) * dt
     share = now + _of_next(later, documents)
     return Tokens(**tokens, dt=dt, log_decay=log_decay, now=now, share=share), marks, later
+
+
+def _pad_marks(marks: Marks, multiple: int) -> Marks:
+    """Fills the last stretch with padding of the last document, which leaves its angle alone."""
+    is_real = None if marks.is_real is None else chunking.pad_time(marks.is_real, multiple)
+    if marks.document is None:
+        return marks._replace(is_real=is_real)
+    missing = -marks.document.shape[1] % multiple
+    document = jnp.pad(marks.document, ((0, 0), (0, missing)), mode="edge")
+    return Marks(is_real, document, jnp.pad(document[:, :-1], ((0, 0), (1, 0))))
 
 
 def _of_next(later: Float[Array, "b t h"], documents: packing.Packing | None) -> Array:
