@@ -110,7 +110,7 @@ class MHA(nnx.Module):
 
         Returns:
           y: (b, t, d); with a cache, also the new cache. Tokens beyond the cache's max_length
-          come out as NaN.
+          come out as NaN, which spreads to their whole row in later layers.
 
         Raises:
           ValueError: a cache is given and the layer is not causal.
