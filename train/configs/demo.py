@@ -41,7 +41,7 @@ def config(layer: str = "Mamba2") -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=20),
         evaluation=EvaluationConfig(every=50, batches=10),
         checkpoint=CheckpointConfig(every=100, keep=2),
-        sample=SampleConfig(prompt="def ", tokens=400),
+        sample=SampleConfig(prompt="def ", tokens=400, seed=3),
         steps=_STEPS[layer],
         log_every=25,
     )
