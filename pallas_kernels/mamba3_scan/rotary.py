@@ -3,6 +3,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -84,34 +85,45 @@ def pairs_back(
     return jnp.concatenate((pairs, values[..., 2 * a :]), axis=-1)
 
 
-def partner(values: Float[Array, "*shape n"], a: int) -> Float[Array, "*shape n"]:
-    """What sin multiplies in a turn, in the order of `pairs_first`: (-second, first, zeros)."""
-    first, second, others = values[..., :a], values[..., a : 2 * a], values[..., 2 * a :]
-    return jnp.concatenate((-second, first, jnp.zeros_like(others)), axis=-1)
-
-
+@jax.custom_vjp
 def turn(
-    values: Float[Array, "*shape n"],
-    partners: Float[Array, "*shape n"],
-    cos: Float[Array, "*shape a"],
-    sin: Float[Array, "*shape a"],
+    values: Float[Array, "*shape n"], angle: Float[Array, "*shape a"]
 ) -> Float[Array, "*shape n"]:
-    """`rotate` in the order of `pairs_first`, given the `partner`s: two multiplications.
+    """`rotate` for channels in the order of `pairs_first`; the angle may have axes of size 1.
 
-    Where a divides n, every run of a channels is one row of a table whose rows beyond the pairs are
-    turned by nothing; that vectorises, joining pieces does not.
+    Its gradient turns the cotangent back, and takes that of the angle from turned values, so that
+    the sine and cosine are the only tables and nothing of the size of `values` is kept twice.
     """
-    n, a = values.shape[-1], cos.shape[-1]
-    if n % a:
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        pairs, other = (v[..., : 2 * a].reshape(*v.shape[:-1], 2, a) for v in (values, partners))
-        turned = pairs * cos + other * sin
-        turned = turned.reshape(*turned.shape[:-2], 2 * a)
-        others = jnp.broadcast_to(values[..., 2 * a :], (*turned.shape[:-1], n - 2 * a))
-        return jnp.concatenate((turned, others), axis=-1)
-    values, partners = (v.reshape(*v.shape[:-1], n // a, a) for v in (values, partners))
-    turns = (jnp.arange(n // a) < 2).reshape((1,) * (cos.ndim - 1) + (n // a, 1))
-    cos = jnp.where(turns, cos[..., None, :], 1)
-    sin = jnp.where(turns, sin[..., None, :], 0)
-    turned = values * cos + partners * sin
-    return turned.reshape(*turned.shape[:-2], n)
+    return _turn(values, *_tables(angle))
+
+
+def _turn_forward(values, angle):
+    cos, sin = _tables(angle)
+    turned = _turn(values, cos, sin)
+    return turned, (turned, cos, sin)
+
+
+def _turn_backward(saved, cotangent):
+    turned, cos, sin = saved
+    a = cos.shape[-1]
+    first, second = turned[..., :a], turned[..., a : 2 * a]
+    of_angle = first * cotangent[..., a : 2 * a] - second * cotangent[..., :a]
+    # The angle is shared along axes where it has size 1.
+    shared = [i for i, size in enumerate(cos.shape) if size != of_angle.shape[i]]
+    of_angle = jnp.sum(of_angle, axis=shared, keepdims=True) if shared else of_angle
+    return _turn(cotangent, cos, -sin), of_angle
+
+
+turn.defvjp(_turn_forward, _turn_backward)
+
+
+def _tables(angle: Float[Array, "*shape a"]) -> tuple[Array, Array]:
+    # The barrier keeps the compiler from evaluating them anew for every channel.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+
+
+def _turn(values: Array, cos: Array, sin: Array) -> Array:
+    a = cos.shape[-1]
+    first, second, others = values[..., :a], values[..., a : 2 * a], values[..., 2 * a :]
+    first, second = first * cos - second * sin, first * sin + second * cos
+    return jnp.concatenate((first, second, others), axis=-1)

@@ -103,9 +103,8 @@ def block(
     c, q = layout.num_chunks, layout.chunk_size
     angle = _angles(layout, carry.angle, tokens, marks)
     maps = ((tokens.B, parameters.B_bias), (tokens.C, parameters.C_bias))
-    cos, sin = (function(angle)[..., None, :] for function in (jnp.cos, jnp.sin))
     B, C = (
-        _rotated(layout, values, bias, cos, sin).astype(dtype).reshape(b, c, h, q * r, n)
+        _rotated(layout, values, bias, angle).astype(dtype).reshape(b, c, h, q * r, n)
         for values, bias in maps
     )
     x = _per_head(layout, tokens.x).astype(wide)[..., None, :]
@@ -186,18 +185,14 @@ def _rotated(
     layout: Layout,
     values: Float[Array, "b t r g n"],
     bias: Float[Array, "h r n"],
-    cos: Float[Array, "b c h q 1 a"],
-    sin: Float[Array, "b c h q 1 a"],
+    angle: Float[Array, "b c h q a"],
 ) -> Float[Array, "b c h q r n"]:
     """B or C for every head, its bias added and turned, in the dtype of the bias."""
     b, _, r, g, n = values.shape
-    c, h, a = layout.num_chunks, bias.shape[0], cos.shape[-1]
+    c, h = layout.num_chunks, bias.shape[0]
     values = jnp.moveaxis(values.astype(bias.dtype).reshape(b, c, -1, r, g, n), 4, 2)[:, :, :, None]
     bias = bias.reshape(1, 1, g, h // g, 1, r, n)
-    cos, sin = (table.reshape(b, c, g, h // g, *table.shape[3:]) for table in (cos, sin))
-    partners = rotary.partner(values, a) + rotary.partner(bias, a)
-    turned = rotary.turn(values + bias, partners, cos, sin)
-    return turned.reshape(b, c, h, -1, r, n)
+    return rotary.turn((values + bias).reshape(b, c, h, -1, r, n), angle[:, :, :, :, None])
 
 
 def _per_head(layout: Layout, values: Float[Array, "b t h ..."]) -> Float[Array, "b c h q ..."]:
