@@ -17,7 +17,14 @@ from pallas_kernels.mamba3_scan import rotary
 from pallas_kernels.mamba3_scan.by_document import Span, place
 from pallas_kernels.mamba3_scan.readout import per_rank
 from pallas_kernels.mamba3_scan.state import Mamba3State
-from pallas_kernels.mamba3_scan.xla_block import Carry, Layout, Marks, Parameters, Tokens
+from pallas_kernels.mamba3_scan.xla_block import (
+    Carry,
+    Layout,
+    Marks,
+    Parameters,
+    Tokens,
+    zero_padding,
+)
 from pallas_kernels.mamba3_scan.xla_loop import loop
 
 # Heads times chunks handled at once. A CPU is busy with one chunk and likes what fits its cache; a
@@ -110,8 +117,9 @@ def _weigh(
     if seq_idx is not None:
         documents = packing.resolve(seq_idx)
         marks = Marks(documents.is_real, None, None)
-        dt, log_decay, trap = (
-            jnp.where(documents.is_real[..., None], v, 0) for v in (dt, log_decay, trap)
+        # Padding may hold anything, NaN too; none of it may meet a product.
+        dt, log_decay, trap, tokens = jax.tree.map(
+            lambda v: zero_padding(v, documents.is_real), (dt, log_decay, trap, tokens)
         )
     if seq_idx is not None and not one_document:
         marks = Marks(documents.is_real, documents.document, None)

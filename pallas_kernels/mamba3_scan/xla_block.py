@@ -95,9 +95,6 @@ def block(
     layout: Layout, parameters: Parameters, carry: Carry, tokens: Tokens, marks: Marks
 ) -> tuple[Float[Array, "b t h p"] | Float[Array, "b t r h p"], Carry]:
     """Runs one stretch; returns its outputs, in the dtype of x, and the state after it."""
-    if marks.is_real is not None:
-        zero = {name: _zero_padding(getattr(tokens, name), marks.is_real) for name in "xzBC"}
-        tokens = tokens._replace(**zero)
     dtype, wide = tokens.x.dtype, carry.ssm.dtype
     (b, t, h, p), (r, _, n) = tokens.x.shape, tokens.B.shape[2:]
     c, q = layout.num_chunks, layout.chunk_size
@@ -130,7 +127,7 @@ def block(
     y = jnp.moveaxis(y, 2, 4).reshape(b, t, r, h, p)
     z = None if tokens.z is None else tokens.z.astype(wide)
     y = read_out(y, tokens.x.astype(wide), parameters.D, z, *parameters[3:], layout.norm_eps)
-    return _zero_padding(y.astype(dtype), marks.is_real), Carry(angle[:, -1, :, -1], leaving)
+    return zero_padding(y.astype(dtype), marks.is_real), Carry(angle[:, -1, :, -1], leaving)
 
 
 def _angles(
@@ -211,7 +208,8 @@ def _product(formula: str, left: Array, right: Array, exact: bool = False) -> Ar
     return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=wide)
 
 
-def _zero_padding(values: Array | None, is_real: Bool[Array, "b t"] | None) -> Array | None:
+def zero_padding(values: Array | None, is_real: Bool[Array, "b t"] | None) -> Array | None:
+    """Replaces what is at padding by zeros."""
     if values is None or is_real is None:
         return values
     return jnp.where(is_real.reshape(is_real.shape + (1,) * (values.ndim - 2)), values, 0)
