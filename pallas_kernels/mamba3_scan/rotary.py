@@ -28,6 +28,15 @@ def wrap(angle: Float[Array, "..."]) -> Float[Array, "..."]:
     return angle - turns * _TURN_HIGH - turns * _TURN_LOW
 
 
+def exact_parts(steps: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Splits steps in two: multiples of 2**-12, which add without rounding below 2**12, and rests.
+
+    A long sequence adds up thousands of chunks, and equal steps round the same way in every one.
+    """
+    coarse = jnp.round(steps * 4096) / 4096
+    return coarse, steps - coarse
+
+
 def rotate(
     vector: Float[Array, "*shape n"], angle: Float[Array, "*shape a"], half_split: bool
 ) -> Float[Array, "*shape n"]:

@@ -85,7 +85,9 @@ def run(
     span = _span(seq_idx, *dt.shape[:2]) if placement is None else placement.span
 
     pairs = {"a": angles.shape[-1], "half_split": mimo_x is not None}
-    ssm = state.ssm + _look_back(state, later, span, parameters.mimo_x)
+    ssm = state.ssm
+    if initial_state is not None:
+        ssm = ssm + _look_back(state, later, span, parameters.mimo_x)
     entering = Carry(state.angle, rotary.pairs_first(ssm, **pairs))
     ordered = _pairs_first(tokens, **pairs), _pairs_first(parameters, **pairs)
     padded = (

@@ -9,6 +9,7 @@ Per-head arrays are (b, c, h, q, ...): c chunks of q tokens each.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,13 +97,13 @@ def block(
 ) -> tuple[Float[Array, "b t h p"] | Float[Array, "b t r h p"], Carry]:
     """Runs one stretch; returns its outputs, in the dtype of x, and the state after it."""
     dtype, wide = tokens.x.dtype, carry.ssm.dtype
+    product = partial(_product, dtype)
     (b, t, h, p), (r, _, n) = tokens.x.shape, tokens.B.shape[2:]
     c, q = layout.num_chunks, layout.chunk_size
-    angle = _angles(layout, carry.angle, tokens, marks)
+    angle, last_angle = _angles(layout, carry.angle, tokens, marks)
     maps = ((tokens.B, parameters.B_bias), (tokens.C, parameters.C_bias))
     B, C = (
-        _rotated(layout, values, bias, angle).astype(dtype).reshape(b, c, h, q * r, n)
-        for values, bias in maps
+        _rotated(layout, values, bias, angle).reshape(b, c, h, q * r, n) for values, bias in maps
     )
     x = _per_head(layout, tokens.x).astype(wide)[..., None, :]
     if parameters.mimo_x is not None:
@@ -112,48 +113,50 @@ def block(
     )
 
     to_end = jnp.exp(chunking.sums_after(log_decay)) * share
-    own = _product("bchyp,bchyn->bchpn", _rows(x * to_end[..., None, None], dtype), B)
+    own = product("bchyp,bchyn->bchpn", _rows(x * to_end[..., None, None]), B)
     entering, leaving = _pass_states(carry.ssm, own, jnp.sum(log_decay, axis=-1))
     from_start = jnp.exp(chunking.sums_through(log_decay))
-    y = _product("bchyn,bchpn->bchyp", C, entering.astype(dtype))
+    y = product("bchyn,bchpn->bchyp", C, entering)
     y = y.reshape(b, c, h, q, r, p) * from_start[..., None, None]
 
     weight = _diagonal(now, share) * chunking.segment_decays(log_decay)
-    scores = _product("bchyn,bchsn->bchys", C, B).reshape(b, c, h, q, r, q, r)
+    scores = product("bchyn,bchsn->bchys", C, B).reshape(b, c, h, q, r, q, r)
     scores = (scores * weight[:, :, :, :, None, :, None]).reshape(b, c, h, q * r, q * r)
-    inside = _product("bchys,bchsp->bchyp", scores.astype(dtype), _rows(x, dtype))
+    inside = product("bchys,bchsp->bchyp", scores, _rows(x))
     y = y + inside.reshape(y.shape)
 
     y = jnp.moveaxis(y, 2, 4).reshape(b, t, r, h, p)
     z = None if tokens.z is None else tokens.z.astype(wide)
     y = read_out(y, tokens.x.astype(wide), parameters.D, z, *parameters[3:], layout.norm_eps)
-    return zero_padding(y.astype(dtype), marks.is_real), Carry(angle[:, -1, :, -1], leaving)
+    return zero_padding(y.astype(dtype), marks.is_real), Carry(last_angle, leaving)
 
 
 def _angles(
     layout: Layout, entering: Float[Array, "b h a"], tokens: Tokens, marks: Marks
-) -> Float[Array, "b c h q a"]:
-    """The angle after every token: sums of the increments of its document, wrapped per chunk."""
+) -> tuple[Float[Array, "b c h q a"], Float[Array, "b h a"]]:
+    """The angle after every token, and that after the stretch, which is summed more exactly.
+
+    Sums run over a document's own tokens.
+    """
     angles, dt = (_per_head(layout, values) for values in (tokens.angles, tokens.dt))
     steps = rotary.increments(angles, dt)
     c, q = layout.num_chunks, layout.chunk_size
-    if marks.document is None:
-        joins = None
-        inside, across = (np.tri(size, dtype=np.float32)[None] for size in (q, c))
-    else:
+    inside, across = np.tri(q, dtype=bool)[None, None], np.tri(c + 1, dtype=bool)[None]
+    if marks.document is not None:
         document = marks.document.reshape(-1, c, q)
-        last, before = document[:, :, -1], marks.document_before.reshape(-1, c, q)[:, :, 0]
-        joins = (document == before[..., None])[:, :, None, :, None]
-        inside = np.tri(q, dtype=bool)[None, None] & (document[..., None] == document[:, :, None])
-        # Chunk j's end reaches chunk i when the document is the same before i; j = 0 is `entering`.
-        last = jnp.concatenate((before[:, :1], last[:, :-1]), axis=1)
-        across = np.tri(c, dtype=bool)[None] & (before[..., None] == last[:, None])
-    inside = _product("...qs,...hsa->...hqa", jnp.asarray(inside, steps.dtype), steps, exact=True)
-    ends = rotary.wrap(inside[:, :-1, :, -1])
-    ends = jnp.concatenate((entering[:, None], ends), axis=1)
-    start = _product("...ij,...jha->...iha", jnp.asarray(across, steps.dtype), ends, exact=True)
-    start = rotary.wrap(start)[:, :, :, None]
-    return rotary.wrap(inside + (start if joins is None else jnp.where(joins, start, 0)))
+        # Documents at the bounds of chunks: before the stretch, then at each chunk's end.
+        bounds = jnp.concatenate((marks.document_before[:, :1], document[:, :, -1]), axis=1)
+        joins = (document == bounds[:, :-1, None])[:, :, None, :, None]
+        inside = inside & (document[..., None] == document[:, :, None])
+        across = across & (bounds[..., None] == bounds[:, None])
+    inside, across = (jnp.asarray(mask, steps.dtype) for mask in (inside, across))
+    sums = partial(_exact_product, "...qs,...hsa->...hqa")
+    coarse, rest = (sums(inside[:, :, -1:], part)[..., 0, :] for part in rotary.exact_parts(steps))
+    ends = jnp.concatenate((entering[:, None], rotary.wrap(coarse) + rest), axis=1)
+    bounds = rotary.wrap(_exact_product("...ij,...jha->...iha", across, ends))
+    start = bounds[:, :-1, :, None]
+    start = start if marks.document is None else jnp.where(joins, start, 0)
+    return rotary.wrap(sums(inside, steps) + start), bounds[:, -1]
 
 
 def _pass_states(
@@ -164,7 +167,7 @@ def _pass_states(
         leaving = jnp.exp(total)[:, 0, :, None, None] * state + own[:, 0]
         return state[:, None], leaving
     total = jnp.moveaxis(total, 1, 2)
-    leaving = _product("bhij,bjhpn->bihpn", chunking.segment_decays(total), own, exact=True)
+    leaving = _exact_product("bhij,bjhpn->bihpn", chunking.segment_decays(total), own)
     reach = jnp.moveaxis(jnp.exp(chunking.sums_through(total)), 2, 1)
     leaving = leaving + reach[..., None, None] * state[:, None]
     return jnp.concatenate((state[:, None], leaving[:, :-1]), axis=1), leaving[:, -1]
@@ -197,15 +200,43 @@ def _per_head(layout: Layout, values: Float[Array, "b t h ..."]) -> Float[Array,
     return jnp.moveaxis(values, 3, 2)
 
 
-def _rows(values: Float[Array, "b c h q r p"], dtype: Any) -> Float[Array, "b c h qr p"]:
-    return values.astype(dtype).reshape(*values.shape[:3], -1, values.shape[-1])
+def _rows(values: Float[Array, "b c h q r p"]) -> Float[Array, "b c h qr p"]:
+    return values.reshape(*values.shape[:3], -1, values.shape[-1])
 
 
-def _product(formula: str, left: Array, right: Array, exact: bool = False) -> Array:
-    """`einsum` with sums in float32 or wider; `exact` forbids faster, coarser products."""
-    wide = jnp.promote_types(left.dtype, jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if exact else None
-    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=wide)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(dtype: Any, formula: str, left: Array, right: Array) -> Array:
+    """`einsum` of wide arrays with operands rounded to `dtype` and wide sums.
+
+    So are the products of its gradient; left to automatic differentiation, they would mix widths
+    and round the gradients themselves.
+    """
+    return _product_forward(dtype, formula, left, right)[0]
+
+
+def _product_forward(dtype, formula, left, right):
+    wide = left.dtype
+    left, right = left.astype(dtype), right.astype(dtype)
+    return jnp.einsum(formula, left, right, preferred_element_type=wide), (left, right)
+
+
+def _product_backward(dtype, formula, saved, cotangent):
+    left, right = saved
+    inputs, output = formula.split("->")
+    first, second = inputs.split(",")
+    wide, cotangent = cotangent.dtype, cotangent.astype(dtype)
+    return (
+        jnp.einsum(f"{output},{second}->{first}", cotangent, right, preferred_element_type=wide),
+        jnp.einsum(f"{first},{output}->{second}", left, cotangent, preferred_element_type=wide),
+    )
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _exact_product(formula: str, left: Array, right: Array) -> Array:
+    """`einsum` that no faster, coarser products may replace."""
+    return jnp.einsum(formula, left, right, precision=jax.lax.Precision.HIGHEST)
 
 
 def zero_padding(values: Array | None, is_real: Bool[Array, "b t"] | None) -> Array | None:

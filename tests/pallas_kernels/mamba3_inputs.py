@@ -15,6 +15,13 @@ IMPLEMENTATIONS = ("reference", "xla")
 PER_TOKEN = ("x", "dt", "log_decay", "B", "C", "trap", "angles", "z")
 
 
+# Compiling is most of these tests' time, and none of them is about speed.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+STATIC = ("implementation", "chunk_size", "num_documents", "norm_eps")
+# `mamba3_scan`, compiled as a whole.
+scan = jax.jit(mamba3_scan, static_argnames=STATIC, compiler_options=FAST_COMPILE)
+
+
 def random(seed: int, sizes: Sizes, *, mimo: bool | None = None, bare: bool = False) -> dict:
     """Random inputs with a trained model's steps and decays; `mimo` when there are ranks.
 
@@ -81,14 +88,10 @@ def turns(angle) -> np.ndarray:
     return np.stack((np.cos(angle), np.sin(angle)))
 
 
-# Compiling is most of these tests' time, and none of them is about speed.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 @functools.partial(
     jax.jit,
     compiler_options=FAST_COMPILE,
-    static_argnames=("implementation", "chunk_size", "num_documents", "norm_eps", "op"),
+    static_argnames=(*STATIC, "op"),
 )
 def outputs_and_gradients(arrays, initial, seq_idx, cotangents=None, *, op=mamba3_scan, **options):
     """Every output by name, and by name the gradients of a fixed combination of all of them.
@@ -105,7 +108,9 @@ def outputs_and_gradients(arrays, initial, seq_idx, cotangents=None, *, op=mamba
             wave = np.sin(np.arange(value.size) * (1.7 + i) + i).reshape(value.shape)
             wave = wave.astype(np.float32)
             weight = wave if cotangents is None else cotangents.get(name, 0.0)
-            total = total + jnp.sum(value.astype(jnp.promote_types(value.dtype, jnp.float32)) * weight)
+            total = total + jnp.sum(
+                value.astype(jnp.promote_types(value.dtype, jnp.float32)) * weight
+            )
         return total, outputs
 
     gradients, outputs = jax.grad(scalar, argnums=(0, 1), has_aux=True)(arrays, initial)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Mamba3State, mamba3_scan, mamba3_step
+from pallas_kernels import Mamba3State, mamba3_step
 from pallas_kernels.mamba3_step.shapes import TESTS
 from tests import tolerances
 from tests.pallas_kernels.mamba3_inputs import (
@@ -16,10 +16,13 @@ from tests.pallas_kernels.mamba3_inputs import (
     assert_same,
     outputs_and_gradients,
     random,
+    scan,
     state,
     turns,
 )
 from tests.tolerances import assert_close, norm_error
+
+step = jax.jit(mamba3_step, static_argnames="implementation", compiler_options=FAST_COMPILE)
 
 
 def token(arrays: dict, i: int) -> dict:
@@ -56,10 +59,10 @@ def test_scan_then_steps_continues(implementation):
     """Prefill, then decode: the final state of the scan is the state of the step, as it is."""
     sizes = TESTS["mimo_rank2"]
     arrays = random(3, sizes)
-    y, whole = mamba3_scan(**arrays)
+    y, whole = scan(**arrays)
     prompt = {k: v[:, :3] if k in PER_TOKEN else v for k, v in arrays.items()}
-    _, now = mamba3_scan(**prompt)
-    y_now, now = mamba3_step(now, **token(arrays, 3), implementation=implementation)
+    _, now = scan(**prompt)
+    y_now, now = step(now, **token(arrays, 3), implementation=implementation)
     assert_close("y", y_now, y[:, 3], 5 * tolerances.FP32_OUT, norm_error)
     for field in Mamba3State._fields[1:]:
         pair = getattr(now, field), getattr(whole, field)
@@ -72,12 +75,12 @@ def test_slots(implementation):
     """Tokens advance the rows they name; a negative index gives 0 and changes nothing."""
     sizes = TESTS["siso"]
     arrays, slots = token(random(4, sizes), 0), state(5, sizes, 7)
-    y, new = mamba3_step(
+    y, new = step(
         slots, **arrays, state_indices=np.asarray([5, -1, 2]), implementation=implementation
     )
     rows = np.asarray([5, 2])
     chosen = {k: v[[0, 2]] if k in PER_TOKEN else v for k, v in arrays.items()}
-    wanted_y, wanted = mamba3_step(
+    wanted_y, wanted = step(
         jax.tree.map(lambda v: v[rows], slots), **chosen, implementation="reference"
     )
     assert not np.any(y[1])
@@ -95,8 +98,8 @@ def test_a_bf16_state_keeps_its_dtypes_and_y_does_not_see_the_rounding(implement
     arrays, exact = token(random(6, sizes), 0), state(7, sizes)
     rounded = exact._replace(ssm=exact.ssm.astype(jnp.bfloat16), B=exact.B.astype(jnp.bfloat16))
     widened = jax.tree.map(lambda v: v.astype(np.float32), rounded)
-    y, new = mamba3_step(rounded, **arrays, implementation=implementation)
-    wanted, wide = mamba3_step(widened, **arrays, implementation="reference")
+    y, new = step(rounded, **arrays, implementation=implementation)
+    wanted, wide = step(widened, **arrays, implementation="reference")
     assert [v.dtype for v in new] == [v.dtype for v in rounded]
     assert_close("y", y, wanted, tolerances.FP32_OUT, norm_error)
     assert_close("ssm", new.ssm, wide.ssm, tolerances.BF16_OUT, norm_error)
