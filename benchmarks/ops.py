@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import RESULTS, save
-from pallas_kernels import mamba3_scan, selective_scan, ssd
+from pallas_kernels import explain, mamba3_scan, selective_scan, ssd
 from pallas_kernels.mamba3_scan import shapes as mamba3_shapes
 from pallas_kernels.selective_scan import shapes as selective_scan_shapes
 from pallas_kernels.ssd import shapes as ssd_shapes
@@ -32,8 +32,12 @@ from pallas_kernels.ssd import shapes as ssd_shapes
 ROWS = {
     "cpu": (("ssd", "cpu"), ("selective_scan", "cpu"), ("mamba3_scan", "cpu_siso_b2_t1024_h24")),
     "h200": (
-        *(("ssd", name) for name in ("mamba2_1.3b", "mamba2_2.7b", "mamba2_130m")),
-        *(("selective_scan", name) for name in ("mamba1_1.4b", "mamba1_130m")),
+        *(
+            ("ssd", name)
+            for name in ("mamba2_1.3b", "mamba2_2.7b", "mamba2_130m", "mamba2_1.3b_long")
+        ),
+        *(("selective_scan", name) for name in ("mamba1_1.4b", "mamba1_130m", "mamba1_1.4b_long")),
+        *(("mamba3_scan", name) for name in mamba3_shapes.BENCHMARKS if not name.startswith("cpu")),
     ),
 }
 
@@ -60,8 +64,8 @@ def ssd_candidates(b, t, h, p, g, n, dtype):
         "dt_bias": jax.random.normal(next(k), (h,)) * 0.1,
     }
 
-    def ours(arguments):
-        return ssd(**arguments, dt_softplus=True, implementation="xla")[0]
+    def ours(arguments, implementation="xla"):
+        return ssd(**arguments, dt_softplus=True, implementation=implementation)[0]
 
     def mamba2_jax(arguments):
         from mamba2_jax.modeling import ssd_forward
@@ -88,8 +92,8 @@ def selective_scan_candidates(b, t, e, n, g, dtype):
         "dt_bias": jax.random.normal(next(k), (e,)) * 0.1,
     }
 
-    def ours(arguments):
-        return selective_scan(**arguments, dt_softplus=True, implementation="xla")[0]
+    def ours(arguments, implementation="xla"):
+        return selective_scan(**arguments, dt_softplus=True, implementation=implementation)[0]
 
     def associative(arguments):
         x, dt, A, B, C, D, z, dt_bias = arguments.values()
@@ -106,7 +110,7 @@ def selective_scan_candidates(b, t, e, n, g, dtype):
 
 
 def mamba3_candidates(b, t, h, p, g, n, a, r, dtype):
-    """Arguments of the Mamba-3 scan, SISO, and functions of them that compute it."""
+    """Arguments of the Mamba-3 scan, and functions of them that compute it; the peer is SISO."""
     k = keys()
     normal = functools.partial(jax.random.normal, dtype=dtype)
     dt = jnp.exp(jax.random.uniform(next(k), (b, t, h), minval=np.log(1e-3), maxval=np.log(0.1)))
@@ -123,9 +127,13 @@ def mamba3_candidates(b, t, h, p, g, n, a, r, dtype):
         "D": jnp.ones((h,)),
         "z": normal(next(k), (b, t, h, p)),
     }
+    if r > 1:
+        arguments |= {
+            name: jnp.full((h, r, p), 1 / r, jnp.float32) for name in ("mimo_x", "mimo_z", "mimo_o")
+        }
 
-    def ours(arguments):
-        return mamba3_scan(**arguments, implementation="xla")[0]
+    def ours(arguments, implementation="xla"):
+        return mamba3_scan(**arguments, implementation=implementation)[0]
 
     def mamba3_jax(arguments):
         from mamba3_jax import modeling
@@ -181,6 +189,7 @@ def measure(op: str, row: str, dtype, rounds: int, only_ours: bool) -> dict:
     arguments, functions = CANDIDATES[op](**shape, dtype=dtype)
     if only_ours:
         functions = {"ours": functions["ours"]}
+    chosen = explain(functools.partial(functions["ours"], implementation=None), arguments)
     weight = jax.random.normal(jax.random.key(9), arguments["x"].shape)
     programs, report = {}, {}
     for name, function in functions.items():
@@ -205,13 +214,19 @@ def measure(op: str, row: str, dtype, rounds: int, only_ours: bool) -> dict:
     for (name, kind), times in wall.items():
         report[name][kind]["ms"] = round(statistics.median(times), 3)
         report[name][kind]["processor_ms"] = round(min(processor[name, kind]), 3)
-    return {"shape": shape, "dtype": jnp.dtype(dtype).name, "candidates": report}
+    return {
+        "shape": shape,
+        "dtype": jnp.dtype(dtype).name,
+        "explain": str(chosen),
+        "candidates": report,
+    }
 
 
 def main() -> None:
     """Measures the rows asked for, prints and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", choices=sorted(ROWS), default="cpu")
+    parser.add_argument("--only", default="", help="rows whose op and name contain this")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--torch-python", help="a Python with torch and transformers")
     parser.add_argument("--out", type=Path, default=RESULTS / "ops.json")
@@ -220,11 +235,16 @@ def main() -> None:
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
     results = {}
     for op, row in ROWS[options.rows]:
+        if options.only not in f"{op} {row}":
+            continue
         results[f"{op} {row}"] = found = measure(op, row, dtype, options.rounds, on_gpu)
         print(op, found["shape"], found["dtype"])
+        print("  what a call without `implementation` runs here:", found["explain"])
         for name, kinds in found["candidates"].items():
             for kind, numbers in kinds.items():
                 print(f"  {name:18} {kind:8} {numbers}", flush=True)
+        # Row by row: a run cut short keeps what it has measured.
+        save(options.out, {"unit": "ms", "rows": results})
     if options.torch_python:
         script = Path(__file__).parent / "hf_torch.py"
         output = subprocess.run(
@@ -232,7 +252,7 @@ def main() -> None:
         ).stdout
         results["HF transformers, torch"] = json.loads(output)
         print(output)
-    save(options.out, {"unit": "ms", "rows": results})
+        save(options.out, {"unit": "ms", "rows": results})
 
 
 if __name__ == "__main__":
