@@ -11,6 +11,7 @@ from pallas_kernels.validation import Arg, check, check_positive
 OPERATION = dispatch.Operation(
     "causal_conv1d",
     {
+        "mosaic": "pallas_kernels.causal_conv1d.mosaic",
         "xla": "pallas_kernels.causal_conv1d.xla",
         "reference": "pallas_kernels.causal_conv1d.reference",
     },
@@ -52,8 +53,8 @@ def causal_conv1d(
       num_documents: s, to carry one state per document instead of one per row: `seq_idx`, then
         needed, takes values 0 ... s-1 (each one run of tokens per row) and chooses the initial
         state. None for one state per row.
-      implementation: None for the fastest that supports the call, or "xla" or "reference"; a named
-        one that cannot run raises.
+      implementation: None for the fastest that supports the call, or "mosaic", "xla" or
+        "reference"; a named one that cannot run raises.
 
     Returns:
       y: (b, t, e), dtype of x.
@@ -71,6 +72,7 @@ def causal_conv1d(
         each reason.
 
     Precision: everything inside is float32 (float64 if any array is float64); y is rounded once.
+      With bf16 x the silu of "mosaic" is right to 2e-4.
     Gradients: every float array, through both outputs.
     """
     op = "causal_conv1d"
