@@ -70,7 +70,7 @@ def ssd_candidates(b, t, h, p, g, n, dtype):
     def mamba2_jax(arguments):
         from mamba2_jax.modeling import ssd_forward
 
-        x, dt, A, B, C, D, dt_bias = arguments.values()
+        x, dt, A, B, C, D, dt_bias = map(arguments.get, ("x", "dt", "A", "B", "C", "D", "dt_bias"))
         B, C = (jnp.broadcast_to(m, (b, t, h, n)) for m in (B, C))
         return ssd_forward(x, dt, A, B, C, 64, D, dt_bias, 0.0, 1e9)[0]
 
@@ -96,7 +96,8 @@ def selective_scan_candidates(b, t, e, n, g, dtype):
         return selective_scan(**arguments, dt_softplus=True, implementation=implementation)[0]
 
     def associative(arguments):
-        x, dt, A, B, C, D, z, dt_bias = arguments.values()
+        names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+        x, dt, A, B, C, D, z, dt_bias = map(arguments.get, names)
         step = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias[None, None])[..., None]
         decay = jnp.exp(step * A[None, None])
         added = step * x[..., None] * B[:, :, None]
@@ -202,7 +203,12 @@ def measure(op: str, row: str, dtype, rounds: int, only_ours: bool) -> dict:
                 "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
             }
             programs[name, kind] = compiled
-            jax.block_until_ready(compiled(arguments))
+            value = jax.block_until_ready(compiled(arguments))
+            if kind == "fwd":
+                ours_y = value if name == "ours" else ours_y
+                # A peer that computes something else is no peer.
+                difference = jnp.linalg.norm(value - ours_y) / jnp.linalg.norm(ours_y)
+                report[name][kind]["difference_from_ours"] = float(difference)
     wall = {key: [] for key in programs}
     processor = {key: [] for key in programs}
     for _ in range(rounds):
