@@ -2,6 +2,8 @@
 """Configs: what the command line can say, what it refuses and how; presets are complete."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -101,3 +103,11 @@ def test_hash_tells_runs_apart_but_not_places():
     assert dataclasses.replace(config, seed=1).hash != config.hash
     model = MambaConfig.from_dict({**config.model.to_dict(), "norm_eps": 1e-6})
     assert dataclasses.replace(config, model=model).hash != config.hash
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it():
+    program = "import sys; sys.modules['grain'] = None; import train"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: train needs grain: pip install 'mamba_jax[train]'"
+    )
