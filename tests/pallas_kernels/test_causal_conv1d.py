@@ -466,7 +466,7 @@ def test_explain_names_the_implementation():
             ValueError,
             "activation must be None, 'silu' or 'swish'; got 'relu'",
         ),
-        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of mosaic"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be None or one of xla"),
     ],
 )
 def test_bad_arguments_are_refused(change, error, message):

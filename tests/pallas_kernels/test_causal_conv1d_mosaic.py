@@ -117,12 +117,11 @@ def test_refuses_with_a_reason():
     assert "e=200" in call(plain | {"x": arrays["x"][..., :200]})
 
 
-def test_is_preferred_on_hopper():
+def test_runs_on_hopper_when_asked_for():
     arrays, activation = case("plain")
     call = functools.partial(explain, causal_conv1d, device=devices.H200, activation=activation)
-    assert call(**arrays).decisions[0].chosen == "mosaic"
-    short = arrays | {"x": arrays["x"][:, :5]}
-    assert call(**short).decisions[0].chosen == "xla"
+    assert call(**arrays).decisions[0].chosen == "xla"
+    assert call(**arrays, implementation="mosaic").decisions[0].chosen == "mosaic"
 
 
 @pytest.mark.gpu
