@@ -144,13 +144,18 @@ def test_op_docstrings_give_shapes(folder):
 def test_the_public_surface_is_frozen():
     """A new public name is a decision: it is added here too."""
     assert set(mamba_jax.__all__) == {
+        "ColumnParallelLinear",
         "Mamba",
         "Mamba2",
         "Mamba3",
         "MambaConfig",
         "MambaLMHeadModel",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
         "generate",
         "init_cache",
+        "make_mesh",
+        "shard_model",
     }
     assert set(pallas_kernels.__all__) == {
         "Mamba3State",

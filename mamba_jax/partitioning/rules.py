@@ -87,34 +87,48 @@ def check_divisible(config: MambaConfig, mesh: Any) -> None:
         )
 
 
-def parameter_shardings(model: nnx.Module, mesh: Mesh, config: MambaConfig) -> nnx.State:
-    """Returns the `NamedSharding` of every parameter, as a state with the model's structure."""
-    check_divisible(config, mesh)
+def parameter_shardings(model: nnx.Module, mesh: Mesh, config: MambaConfig | None) -> nnx.State:
+    """Returns the `NamedSharding` of every parameter, as a state with the model's structure.
+
+    Args:
+      model: The model, or its shapes.
+      mesh: From `make_mesh`.
+      config: A language model's config, whose sizes are checked against the mesh; None for any
+        other module, whose parameters are checked one by one.
+
+    Raises:
+      ValueError: the mesh does not divide the model evenly.
+    """
+    state = nnx.state(model, nnx.Param)
+    if config is None:
+        _check_parameters(state, mesh)
+    else:
+        check_divisible(config, mesh)
 
     def sharding(param: nnx.Param) -> NamedSharding:
         names: Sequence[str | None] = param.get_metadata("logical_axes")
         return NamedSharding(mesh, parameter_spec(names, param.shape, mesh))
 
-    return jax.tree.map(
-        sharding, nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    return jax.tree.map(sharding, state, is_leaf=_is_variable)
 
 
 def shard_model(model: nnx.Module, mesh: Mesh) -> nnx.Module:
-    """Places a language model's parameters on a mesh.
+    """Places the parameters of a model, or of one mixer or layer, on a mesh.
 
     Args:
-      model: A `MambaLMHeadModel`.
+      model: A `MambaLMHeadModel`, a mixer (`Mamba`, `Mamba2`, `Mamba3`), or a layer such as
+        `ColumnParallelLinear`.
       mesh: From `make_mesh`.
 
     Returns:
-      The model with the same values, each parameter laid out by the table in this file.
+      The model with the same values, each parameter laid out by the table in this file. Call it
+      under `jax.set_mesh(mesh)`.
 
     Raises:
       ValueError: the mesh does not divide the heads, channels, vocabulary or width evenly.
     """
     graph, state, rest = nnx.split(model, nnx.Param, ...)
-    shardings = parameter_shardings(model, mesh, model.config)
+    shardings = parameter_shardings(model, mesh, _language_model(model))
     values = jax.device_put(nnx.to_pure_dict(state), nnx.to_pure_dict(shardings))
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state, rest)
@@ -124,14 +138,18 @@ def sharded_init(make_model: Callable[[], nnx.Module], mesh: Mesh) -> nnx.Module
     """Builds a model directly on the mesh: no device, and not the host, ever holds it whole.
 
     Args:
-      make_model: Builds the model, e.g. `lambda: MambaLMHeadModel(config, rngs=nnx.Rngs(0))`.
+      make_model: Builds the model, e.g. `lambda: MambaLMHeadModel(config, rngs=nnx.Rngs(0))`; as
+        for `shard_model`, a mixer or a layer will do.
       mesh: From `make_mesh`.
 
     Returns:
       The model; the same values as built on one device.
+
+    Raises:
+      ValueError: as for `shard_model`.
     """
     abstract = jax.eval_shape(make_model)
-    shardings = parameter_shardings(abstract, mesh, abstract.config)
+    shardings = parameter_shardings(abstract, mesh, _language_model(abstract))
     graph, _, rest = nnx.split(abstract, nnx.Param, ...)
 
     def create() -> dict:
@@ -141,6 +159,28 @@ def sharded_init(make_model: Callable[[], nnx.Module], mesh: Mesh) -> nnx.Module
     state = nnx.state(abstract, nnx.Param)
     nnx.replace_by_pure_dict(state, values)
     return nnx.merge(graph, state, rest)
+
+
+def _language_model(model: nnx.Module) -> MambaConfig | None:
+    config = getattr(model, "config", None)
+    return config if isinstance(config, MambaConfig) else None
+
+
+def _check_parameters(state: nnx.State, mesh: Any) -> None:
+    for path, param in jax.tree.leaves_with_path(state, is_leaf=_is_variable):
+        names = param.get_metadata("logical_axes")
+        for name, size in zip(names, param.shape[-len(names) :], strict=True):
+            # Axes of indivisible units, "groups:2", may stay whole.
+            axis = PARAMETERS.get(name or "")
+            if axis is not None and size % axis_size(mesh, axis):
+                raise ValueError(
+                    f"the {axis} axis must divide axis {name!r} of {jax.tree_util.keystr(path)}, "
+                    f"{size}; got {axis}={axis_size(mesh, axis)}"
+                )
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def parameter_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:

@@ -2,6 +2,7 @@
 """A mesh changes where numbers live, not what they are: logits, gradients, collectives, memory."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -10,14 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mamba_jax import MambaConfig, MambaLMHeadModel
-from mamba_jax.layers.embedding import VocabParallelEmbedding
-from mamba_jax.layers.linear import ColumnParallelLinear, RowParallelLinear
-from mamba_jax.partitioning.mesh import make_mesh
+from mamba_jax import MambaConfig, MambaLMHeadModel, make_mesh, shard_model
 from mamba_jax.partitioning.replicas import unequal_replicas
-from mamba_jax.partitioning.rules import addressable_bytes, shard_model, sharded_init
+from mamba_jax.partitioning.rules import addressable_bytes, sharded_init
 from tests.mamba_jax.models import CONFIGS, ids, model, shaken
 from tests.tolerances import assert_close
+from train.loss import next_token_nats
 
 TOLERANCE = 1e-5
 NAMES = ["Mamba1", "Mamba2", "Mamba3", "Mamba3-mimo", "hybrid"]
@@ -225,23 +224,27 @@ def test_a_layer_gathers_once_and_scatters_once(name):
 
 
 @pytest.mark.multidevice
-def test_parallel_layers_alone():
-    rngs = nnx.Rngs(0)
-    embedding = VocabParallelEmbedding(32, 16, rngs=rngs)
-    column = ColumnParallelLinear(16, 24, rngs=rngs)
-    row = RowParallelLinear(24, 16, rngs=rngs)
-    row.bias[...] = jnp.arange(16.0)
-    tokens = ids(2, 8, 32)
+@pytest.mark.parametrize("name", ["Mamba2", slow("Mamba1"), slow("Mamba3"), slow("Mamba3-mimo")])
+def test_no_weight_and_no_logits_are_gathered(name):
+    """Under tensor parallelism a training loss gathers tokens of the residual stream, and nothing
+    else: no weight, and no axis as long as the vocabulary. All-to-all does not occur."""
+    # 200 is no other size of this program.
+    config = dataclasses.replace(CONFIGS[name], vocab_size=200)
+    lm, mesh = MambaLMHeadModel(config, rngs=nnx.Rngs(0)), make_mesh(tensor=4)
+    tokens = jax.ShapeDtypeStruct((8, TIME), jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(token_loss)).lower(shard_model(lm, mesh), tokens)
+    text = lowered.compile().as_text()
+    gathered = set(re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", text))
+    assert gathered <= {f"4,{TIME},32", "4,4,32"}  # a layer's input; one chunk of the loss's
+    assert "all-to-all" not in text
+    assert not re.search(r"\w\[(\d+,)*200(,\d+)*\]", text), "an array as long as the vocabulary"
 
-    def run(embedding, column, row):
-        return row(jax.nn.relu(column(embedding(tokens))))
 
-    wanted = run(embedding, column, row)
-    with jax.set_mesh(make_mesh(tensor=4)):
-        got = jax.jit(run)(embedding, column, row)
-        outside = jax.jit(lambda e: e(tokens.at[0, 0].set(32).at[0, 1].set(-1)))(embedding)
-    assert_close("y", got, wanted, 1e-6)
-    assert np.isnan(outside[0, :2]).all() and np.isfinite(outside[0, 2:]).all()
+def token_loss(lm, tokens):
+    hidden, _ = lm.hidden_states(tokens)
+    mask = jnp.ones(tokens.shape, bool)
+    return next_token_nats(hidden, lm.head_kernel(), tokens, mask, chunk=4)
 
 
 @pytest.mark.multidevice
