@@ -23,6 +23,13 @@ def key():
     return jax.random.key(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Compiled programs hold memory maps, of which a process may have 65 530; one more is a crash."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items):
     """Skips, with the reason, GPU tests without a CUDA GPU and kernels under an untested JAX."""
     if (reason := devices.mosaic_refusal(devices.H200)) is not None:
