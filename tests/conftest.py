@@ -25,7 +25,7 @@ def key():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Compiled programs hold memory maps, of which a process may have 65 530; one more is a crash."""
+    """Programs hold memory maps, of which a process may have 65 530; one more is a crash."""
     yield
     jax.clear_caches()
 
