@@ -85,7 +85,9 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=timing.RESULTS / "conv_and_step.json")
     options = parser.parse_args()
     copy = copy_speed()
-    results = {"copy_bytes_per_second": copy, "causal_conv1d xla": conv()}
+    results = {"copy_bytes_per_second": copy}
+    for implementation in ("xla", "mosaic"):
+        results[f"causal_conv1d {implementation}"] = conv(implementation)
     for implementation in ("xla", "triton"):
         for dtype in (jnp.float32, jnp.bfloat16):
             name = f"selective_state_update {implementation} {jnp.dtype(dtype).name}"
