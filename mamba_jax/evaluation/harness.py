@@ -8,6 +8,7 @@ Needs the lm-eval package: pip install 'mamba_jax[eval]'.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,8 +63,8 @@ class HarnessModel(TemplateLM):
             self.model = pretrained
         if tokenizer is None:
             raise ValueError("tokenizer must be given with a model; got None")
-        is_ready = hasattr(tokenizer, "encode")
-        self.text_tokenizer = tokenizer if is_ready else load_tokenizer(tokenizer)
+        is_name = isinstance(tokenizer, str | Path)
+        self.text_tokenizer = load_tokenizer(tokenizer) if is_name else tokenizer
         self.batch_size = 8 if batch_size == "auto" else int(batch_size)
         self.chunk, self.max_gen_toks = int(chunk), int(max_gen_toks)
         self.key = jax.random.key(int(seed))
